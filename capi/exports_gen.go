@@ -847,9 +847,9 @@ func ganderQKNormRotaryBackwardOwned(q, cos, sin, dqOut, options unsafe.Pointer,
 				"pass the q_weight or leave dq_weight NULL")
 		}
 		tdqWeight := made.optional("dq_weight", unsafe.Pointer(o.dq_weight), made.dtypeOf(owned(unsafe.Pointer(o.q_weight)), made.dtype()), made.shape("N"))
-		if unsafe.Pointer(o.dk_weight) != nil && unsafe.Pointer(o.k_weight) == nil {
-			return refuse(ops.StatusOption, "qk_norm_rotary_grad: dk_weight is requested without a k_weight, expected NULL; "+
-				"pass the k_weight or leave dk_weight NULL")
+		if unsafe.Pointer(o.dk_weight) != nil && unsafe.Pointer(o.dk_out) == nil {
+			return refuse(ops.StatusOption, "qk_norm_rotary_grad: dk_weight is requested without a dk_out, expected NULL; "+
+				"pass the dk_out or leave dk_weight NULL")
 		}
 		tdkWeight := made.optional("dk_weight", unsafe.Pointer(o.dk_weight), made.dtypeOf(owned(unsafe.Pointer(o.k_weight)), made.dtype()), made.shape("N"))
 		if made.err != nil {

@@ -536,7 +536,7 @@ typedef struct {
    * the shape of dk_out */
   const DLTensor* dk;
   const DLTensor* dq_weight; /* (N), contiguous; q_weight's dtype; must be NULL without q_weight */
-  const DLTensor* dk_weight; /* (N), contiguous; k_weight's dtype; must be NULL without k_weight */
+  const DLTensor* dk_weight; /* (N), contiguous; k_weight's dtype; must be NULL without dk_out */
   int64_t offset; /* added to the positions of all tokens */
   int64_t interleaved; /* a pair is two adjacent elements, not one of each half */
   /* cos and sin have a number for each element of the part that is rotated, not for each pair */

@@ -236,8 +236,8 @@ type RotaryArgs struct {
 	_                                        int32
 }
 
-// QKNormRotaryArgs is the parameter of the kernels of rotary position embeddings of normalized heads. Backward's
-// Q and K are forward's, and its QOut and KOut their gradients, of which KOut may be 0.
+// QKNormRotaryArgs is the parameter of the kernels of rotary position embeddings of normalized heads.
+// Backward's Q and K are forward's, and its QOut and KOut their gradients, of which KOut may be 0.
 type QKNormRotaryArgs struct {
 	RotaryArgs
 

@@ -217,8 +217,8 @@ func (r *Rotary) Rotated() int64 {
 	return 2 * r.Cos.Cols
 }
 
-// QKNormRotary is what one call of rotary position embeddings of normalized heads reads and writes. Backward's
-// QOut and KOut are the gradients of Q and K, which are forward's.
+// QKNormRotary is what one call of rotary position embeddings of normalized heads reads and writes.
+// Backward's QOut and KOut are the gradients of Q and K, which are forward's.
 type QKNormRotary struct {
 	Rotary
 	QWeight, KWeight Vector // (Cols), optional

@@ -1165,7 +1165,7 @@ type QKNormRotaryBackward struct {
 	// dk_out; has the shape of dk_out
 	DK       *dlpack.Tensor
 	DQWeight *dlpack.Tensor // (N), contiguous; q_weight's dtype; or nil; must be nil without q_weight
-	DKWeight *dlpack.Tensor // (N), contiguous; k_weight's dtype; or nil; must be nil without k_weight
+	DKWeight *dlpack.Tensor // (N), contiguous; k_weight's dtype; or nil; must be nil without dk_out
 
 	Offset      int64 // added to the positions of all tokens
 	Interleaved bool  // a pair is two adjacent elements, not one of each half
@@ -1258,6 +1258,9 @@ func (o QKNormRotaryBackward) Run(c *Call) error {
 	if o.DQWeight != nil {
 		a.DQWeight = k.vector("dq_weight", o.DQWeight, only(a.QWeight.DType), &shapeColumns)
 		k.output()
+	}
+	if o.DKWeight != nil && o.DKOut == nil {
+		k.fail(StatusOption, "dk_weight is given without a dk_out, expected NULL; pass the dk_out or drop dk_weight")
 	}
 	if o.DKWeight != nil && o.KWeight == nil {
 		k.fail(StatusOption, "dk_weight is given without a k_weight, expected NULL; pass the k_weight or drop dk_weight")

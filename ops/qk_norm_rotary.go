@@ -34,14 +34,8 @@ func (a *qkNormRotaryBackward) call() kernels.QKNormRotary {
 	}
 }
 
-func (a *qkNormRotaryForward) refuse(k *check) { k.qkNormRotary(a.call()) }
-
-func (a *qkNormRotaryBackward) refuse(k *check) {
-	k.qkNormRotary(a.call())
-	if k.given("dk_weight") && !k.given("dk_out") {
-		k.fail(StatusOption, "dk_weight is given without a dk_out, expected NULL; pass the dk_out or drop dk_weight")
-	}
-}
+func (a *qkNormRotaryForward) refuse(k *check)  { k.qkNormRotary(a.call()) }
+func (a *qkNormRotaryBackward) refuse(k *check) { k.qkNormRotary(a.call()) }
 
 // qkNormRotary refuses what does not fit together.
 func (k *check) qkNormRotary(r kernels.QKNormRotary) {

@@ -31,9 +31,11 @@ func (c rotaryCase) normalized(x, weight []float64) (y, rstd []float64) {
 	return y, rstd
 }
 
-// gradients are those of heads and of their weight, for a gradient of what they become. The magnitudes are the
-// sizes of what is added.
-func (c rotaryCase) gradients(x, weight, dy []float64, heads int64, cos, sin []float64) (dx, dw, sizeDX, sizeDW []float64) {
+// gradients are those of heads and of their weight, for a gradient of what they become. The sizes are of what is
+// added up.
+func (c rotaryCase) gradients(
+	x, weight, dy []float64, heads int64, cos, sin []float64,
+) (dx, dw, sizeDX, sizeDW []float64) {
 	_, rstd := c.normalized(x, weight)
 	dn, size := c.of(dy, heads, cos, sin, -1)
 	dx, sizeDX = make([]float64, len(x)), make([]float64, len(x))
@@ -115,7 +117,8 @@ func TestQKNormRotary(t *testing.T) {
 
 					// The same bits without what is not wanted, and in place.
 					alone := backward
-					alone.K, alone.KWeight, alone.DKOut, alone.DK, alone.DKWeight, alone.DQWeight = nil, nil, nil, nil, nil, nil
+					alone.K, alone.KWeight, alone.DKOut, alone.DK = nil, nil, nil, nil
+					alone.DKWeight, alone.DQWeight = nil, nil
 					alone.DQ = alone.DQOut
 					require.NoError(t, alone.Run(nil))
 					assert.Equal(t, values(t, backward.DQ), values(t, dq))
@@ -145,7 +148,8 @@ func TestQKNormRotaryRounds(t *testing.T) {
 			require.NoError(t, ops.RMSNormForward{X: q, Weight: w, Y: n, RoundNormalized: !once}.Run(nil))
 			require.NoError(t, ops.RotaryForward{Q: n, Cos: cos, Sin: sin, QOut: want, PerElement: true,
 				RoundProducts: true}.Run(nil))
-			require.NoError(t, ops.QKNormRotaryForward{Q: q, QWeight: w, Cos: cos, Sin: sin, QOut: got, PerElement: true,
+			require.NoError(t, ops.QKNormRotaryForward{Q: q, QWeight: w, Cos: cos, Sin: sin, QOut: got,
+				PerElement:    true,
 				RoundProducts: true, RoundNormalized: !once}.Run(nil))
 			equal, expected, found := 0, values(t, want), values(t, got)
 			for i := range expected {
@@ -159,7 +163,8 @@ func TestQKNormRotaryRounds(t *testing.T) {
 }
 
 func TestQKNormRotaryOfNoTokens(t *testing.T) {
-	q, w, cos := empty(t, dlpack.Float32, 2, 0, 3, 8), empty(t, dlpack.Float32, 8), empty(t, dlpack.Float32, 4, 4)
+	q, w := empty(t, dlpack.Float32, 2, 0, 3, 8), empty(t, dlpack.Float32, 8)
+	cos := empty(t, dlpack.Float32, 4, 4)
 	dw := tensor(t, dlpack.Float32, []float64{1, 2, 3, 4, 5, 6, 7, 8}, 8)
 	require.NoError(t, ops.QKNormRotaryForward{Q: q, QWeight: w, Cos: cos, Sin: cos, QOut: q}.Run(nil))
 	require.NoError(t, ops.QKNormRotaryBackward{Q: q, QWeight: w, Cos: cos, Sin: cos, DQOut: q, DQ: q,
@@ -185,7 +190,8 @@ func TestQKNormRotaryRefuses(t *testing.T) {
 	} {
 		assert.EqualError(t, call.Run(nil), "qk_norm_rotary_forward: "+want)
 	}
-	assert.EqualError(t, ops.QKNormRotaryBackward{Q: q, K: k, KWeight: f(8), Cos: cos, Sin: cos, DQOut: f(2, 3, 2, 8),
-		DQ: f(2, 3, 2, 8), DKWeight: f(8)}.Run(nil), "qk_norm_rotary_backward: dk_weight is given without a dk_out, expected NULL; pass the "+
-		"dk_out or drop dk_weight")
+	assert.EqualError(t, ops.QKNormRotaryBackward{Q: q, K: k, KWeight: f(8), Cos: cos, Sin: cos,
+		DQOut: f(2, 3, 2, 8), DQ: f(2, 3, 2, 8), DKWeight: f(8)}.Run(nil),
+		"qk_norm_rotary_backward: dk_weight is given without a dk_out, expected NULL; pass the dk_out or drop "+
+			"dk_weight")
 }

@@ -369,9 +369,9 @@ var Table = []Group{
 			},
 			{
 				Name: "backward", Owned: "gander_qk_norm_rotary_grad", Refuses: true,
-				Doc: "With h = x * rstd, dn that of rotary_backward and g = dn * (weight + weight_offset): dx = (g - h * " +
-					"mean(g * h)) * rstd for each head, and a weight's gradient is the sum over heads and tokens of dn * " +
-					"h, accumulated in at least float32 in a fixed order. Without dk_out, k is left alone.",
+				Doc: "With h = x * rstd, dn that of rotary_backward and g = dn * (weight + weight_offset): dx = (g - " +
+					"h * mean(g * h)) * rstd for each head, and a weight's gradient is the sum over heads and tokens " +
+					"of dn * h, accumulated in at least float32 in a fixed order. Without dk_out, k is left alone.",
 				Operands: []Operand{queries, keys, ofQueries, ofKeys, cos, sin, offsets, cuSeqlens,
 					{Name: "dq_out", Shape: Heads, DType: Same, Like: "q", Gradient: "q_out"},
 					{Name: "dk_out", Shape: OtherHeads, DType: Same, Like: "q", Optional: true, Needs: "k", Fits: "k",
@@ -383,7 +383,7 @@ var Table = []Group{
 					{Name: "dq_weight", Shape: Columns, DType: Same, Like: "q_weight", Output: true, Optional: true,
 						Needs: "q_weight", Gradient: "q_weight"},
 					{Name: "dk_weight", Shape: Columns, DType: Same, Like: "k_weight", Output: true, Optional: true,
-						Needs: "k_weight", Gradient: "k_weight"},
+						Needs: "dk_out", Gradient: "k_weight"},
 				},
 				Torch: []Torch{
 					{Name: "qk_norm_rotary_bwd", Results: []string{"dq", "dk", "dq_weight", "dk_weight"},

@@ -8,8 +8,8 @@ import (
 )
 
 // QKNormRotary normalizes each head (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019) and
-// rotates it as Rotary does, or backward computes the gradients of the heads and of the weights. Outputs may be
-// what is rotated.
+// rotates it as Rotary does, or backward computes the gradients of the heads and of the weights. Outputs may
+// be what is rotated.
 func QKNormRotary(r *kernels.QKNormRotary, workers int) error {
 	heads := r.Q.Heads + r.K.Heads
 	tokens := kernels.Matrix{DType: r.Q.DType, Rows: r.Q.Sequences * r.Q.Tokens, Cols: heads * r.Q.Cols}

@@ -11,7 +11,9 @@ namespace gander {
 
 // The most items of a head of 512 columns that a lane has.
 template <class T, bool Unaligned>
-constexpr int kItems = Unaligned ? 8 : sizeof(T) == 4 ? 2 : 1;
+constexpr int kItems = Unaligned        ? 8
+                       : sizeof(T) == 4 ? 2
+                                        : 1;
 
 // The sum over the lanes of a head, in an order that does not depend on where they lie in the warp.
 __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {

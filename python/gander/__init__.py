@@ -17,7 +17,7 @@ from ._functions.l2norm import l2norm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
-from ._functions.rotary import apply_rotary_emb, rotary
+from ._functions.rotary import apply_rotary_emb, qk_norm_rotary, rotary
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
 from .info import __version__, algorithms, explain, get_include, info, warmup
 from .info import prefix as _prefix
@@ -48,6 +48,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "nn",
+    "qk_norm_rotary",
     "rmsnorm",
     "rmsnorm_bwd",
     "rmsnorm_fwd",

@@ -74,6 +74,11 @@ def calls_on_demand(x, weight, target):
         "l2norm": ((x,), {"eps": 0.5}),
         "rotary": (rotation, {"interleaved": True}),
         "rotary_bwd": (rotation, {"interleaved": True}),
+        "qk_norm_rotary": ((*rotation[:2], weight, weight.half(), *rotation[2:]), {"weight_offset": 1.0}),
+        "qk_norm_rotary_bwd": (
+            (*rotation[:2], weight, weight.half(), *rotation[2:], None, None, heads.sin(), rotation[1].sin()),
+            {"round_products": True},
+        ),
         # residual_out in another dtype than x would change y, which is the norm of what it holds.
         "layernorm": (norm, {"out_dtype": half, "residual_dtype": x.dtype}),
         "layernorm_bwd": ((x, weight, x.half(), x.cos(), mean, rstd), dtypes),

@@ -136,6 +136,11 @@ def calls(x, weight, target):
         ("glu_bwd", (x, x.cos(), x.sin()), {"round_activation": True}),
         ("glu_bwd_", (x.clone(), x.cos(), x.sin()), {}),
         ("rotary_", (x[:, None].clone(), None, *torch.rand(2, 6, 16, device=x.device)), {}),
+        (
+            "qk_norm_rotary_",
+            (x[:, None].clone(), None, weight, None, *torch.rand(2, 6, 16, device=x.device)),
+            {"round_normalized": True},
+        ),
         ("packed_glu", (halves.clone().requires_grad_(),), {"gelu": True}),
         ("packed_glu_bwd", (halves, x), {}),
         ("packed_glu_bwd_", (halves.clone(), x), {"round_activation": True}),

@@ -178,6 +178,11 @@ def operands_of(name, local):
         "l2norm": ((x,), {"eps": 0.5}),
         "rotary": (rotation, {}),
         "rotary_bwd": (rotation, {}),
+        "qk_norm_rotary": ((*rotation[:2], weight, weight.cos(), *rotation[2:]), {}),
+        "qk_norm_rotary_bwd": (
+            (*rotation[:2], weight, weight.cos(), *rotation[2:], None, None, x[:, None].sin(), x[:, None]),
+            {},
+        ),
         "rmsnorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"bias_dtype": torch.bfloat16}),
         "layernorm_bwd": ((x, weight, x.sin(), x.cos(), *statistics), {"residual_dtype": torch.half}),
         "cross_entropy": ((x, target, weight), {"reduction": 2}),
@@ -194,10 +199,12 @@ def test_every_demand(name, asked, placements, how, mesh, local):
     op = functools.partial(getattr(ops, name), **options, **asked)
     want, every = op(*given), getattr(ops, name)(*given, **options, **demands(name)[-1])
     by_row = {"rows", "per_row", "strided", "heads", "other_heads"}
-    if name.startswith("rotary") and placements == (Shard(1),):  # tokens
+    if "rotary" in name and placements == (Shard(1),):  # tokens
         placements = (Shard(2),)
     inputs = [
-        place(value, mesh, *(placements if operands(name)[argument].shape in by_row else (Replicate(),)))
+        value
+        if value is None
+        else place(value, mesh, *(placements if operands(name)[argument].shape in by_row else (Replicate(),)))
         for argument, value in zip(tensors(name), given, strict=False)
     ]
     if how == "gradient":
@@ -223,7 +230,7 @@ def test_every_demand(name, asked, placements, how, mesh, local):
         shape = operands(name)[result].shape
         if not wanted or placements == (Replicate(),):
             assert mine.placements == (Replicate(),)
-        elif shape == "head_columns" or (shape == "reduced" and name == "cross_entropy"):
+        elif shape in ("head_columns", "columns") or (shape == "reduced" and name == "cross_entropy"):
             assert mine.placements == (Partial("sum"),)
         else:
             assert mine.placements == placements

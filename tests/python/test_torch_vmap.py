@@ -169,6 +169,10 @@ def calls_of_every_operator(x, weight, target):
         "packed_glu_bwd": [(torch.cat((x, x.cos()), -1), x.flip(0))],
         "rotary": [rotation],
         "rotary_bwd": [rotation],
+        "qk_norm_rotary": [(*rotation[:2], weight, cos, *rotation[2:])],
+        "qk_norm_rotary_bwd": [
+            (*rotation[:2], weight, cos, *rotation[2:], None, None, heads.sin(), rotation[1].sin())
+        ],
         "l2norm": [(x,)],
         "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,

@@ -228,8 +228,8 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 }
 
 // bodies has the function that a kernel of each shape calls. finishes has those of the shape Finish, by op.
-// norms, maskedSoftmax, glus, rotary and qkNorms have those of norms, of softmax with options, of gated linear
-// units and of rotary position embeddings.
+// norms, maskedSoftmax, glus, rotary and qkNorms have those of norms, of softmax with options, of gated
+// linear units and of rotary position embeddings.
 var (
 	bodies = templates(map[kernels.Shape]string{
 		kernels.InRegisters:      "{{if .StatsRows}}short_{{end}}rows_body<{{.Functor}}, {{.Tile}}, {{.Flags}}>",

@@ -336,6 +336,18 @@ var goKinds = map[operators.Layout]string{
 	operators.InHeads: "kernels.Heads", operators.Tables: "kernels.Table",
 }
 
+// needed lists what has to be given if an operand is: what the table says, and for an output of another
+// operand's type that operand.
+func needed(o operator, p operators.Operand) (names []string) {
+	if p.Needs != "" {
+		names = append(names, p.Needs)
+	}
+	if like := o.Find(p.Like); p.Output && p.DType == operators.Same && like.Optional && p.Like != p.Needs {
+		names = append(names, p.Like)
+	}
+	return names
+}
+
 // goCheck checks one operand.
 func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	rule, f := operators.Shapes[p.Shape], field(p.Name)
@@ -346,10 +358,10 @@ func goCheck(t *text, o operator, p operators.Operand, leading bool) {
 	case p.DType == operators.Same:
 		types = fmt.Sprintf("only(a.%s.DType)", field(p.Like))
 	}
-	if p.Needs != "" {
-		absent, without, set := "o."+field(p.Needs)+" == nil", "a "+p.Needs, "pass the "+p.Needs
-		if o.option(p.Needs) != nil {
-			absent, without, set = "!o."+camel(p.Needs), p.Needs, "set "+p.Needs
+	for _, name := range needed(o, p) {
+		absent, without, set := "o."+field(name)+" == nil", "a "+name, "pass the "+name
+		if o.option(name) != nil {
+			absent, without, set = "!o."+camel(name), name, "set "+name
 		}
 		t.add("if o.%s != nil && %s {", f, absent)
 		t.add("k.fail(StatusOption, %q)", fmt.Sprintf("%[1]s is given without %s, expected NULL; %s or drop %[1]s",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from .._backend import BACKENDS, backend_of
-from .._words import integer
-from .arguments import FAILURES, A, Array, overridden
+from .._words import integer, number
+from .arguments import FAILURES, A, Array, code_of, overridden
 from .norms import CastingMode, rounds
 
 
@@ -74,6 +74,85 @@ def rotary(
     except FAILURES as error:
         raise ops.explained(error, q=q, k=k, cos=cos, sin=sin) from None
     return ops.turned(turned[0]), None if k is None else ops.turned(turned[1])
+
+
+QKCastingMode = Literal["llama", "gemma"]
+
+
+def qk_norm_rotary(
+    q: A,
+    k: A | None,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos: Array,
+    sin: Array,
+    eps: float,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    inplace: bool = False,
+    casting_mode: QKCastingMode | None = None,
+) -> tuple[A, A | None]:
+    """RMSNorm of each head of queries and keys, and rotary of the results, in one pass, differentiable.
+
+    rotary of x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) for each head x (Zhang
+    and Sennrich, "Root Mean Square Layer Normalization", 2019). It is computed in float32 (float64 for
+    float64), and rounded once. Backward keeps q, k and the weights, and computes rstd again.
+
+    Args:
+        q: (..., H, S, D) with D <= 512, else as in rotary.
+        k: The same with any number of heads, or None.
+        q_weight: (D,) of float32, float16 or bfloat16, float64 beside float64; or None for ones.
+        k_weight: Likewise.
+        cos: As in rotary.
+        sin: As in rotary.
+        eps: Added to the mean of squares.
+        weight_offset: Added to both weights, which then have to be there. 1 for Gemma's norms.
+        interleaved: As in rotary.
+        inplace: As in rotary.
+        casting_mode: Rounds to q's dtype as transformers does: "llama" the normalized head, then its product
+            with the weight, then the products of rotary; "gemma" the normalized head times the weight, and
+            the products of rotary. So gradients are rounded.
+
+    Returns:
+        q and k (None without one), as rotary returns them.
+
+    Raises:
+        TypeError: A dtype, or an argument of another type.
+        ValueError: A shape, an option, or with inplace tensors whose elements share memory.
+        NotImplementedError: A nested or sparse tensor, inplace with a gradient, or a gradient of cos or sin.
+        RuntimeError: The device, the driver, or memory.
+
+    Examples:
+        >>> q, one = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2), torch.ones(1, 1)
+        >>> gander.qk_norm_rotary(q, None, None, None, one, 0 * one, eps=0.0)[0].flatten()
+        tensor([0.8485, 1.1314])
+    """
+    ops = BACKENDS.get(type(q)) or backend_of(q)
+    if ops is None:
+        return overridden(qk_norm_rotary, locals())
+    mode = None if casting_mode is None else code_of("casting_mode", casting_mode, _MODES, "None or ")
+    options: dict[str, Any] = dict(
+        eps=number("eps", eps),
+        weight_offset=number("weight_offset", weight_offset),
+        interleaved=interleaved,
+        per_element=len(getattr(cos, "shape", ())) != 2,
+        round_normalized=mode == 0,
+        round_products=mode is not None,
+    )
+    try:
+        _check_heads(q, k)
+        turned = [x if x is None else ops.turned(x) for x in (q, k)]
+        if inplace:
+            ops.qk_norm_rotary_(*turned, q_weight, k_weight, cos, sin, **options)
+            return q, k
+        options["needs_k_out"] = k is not None
+        results = ops.qk_norm_rotary(*turned, q_weight, k_weight, cos, sin, **options)
+    except FAILURES as error:
+        raise ops.explained(error, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin) from None
+    return ops.turned(results[0]), None if k is None else ops.turned(results[1])
+
+
+_MODES: tuple[QKCastingMode, ...] = ("llama", "gemma")
 
 
 def apply_rotary_emb(

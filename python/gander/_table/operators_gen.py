@@ -394,7 +394,7 @@ OPERATORS = {
             Operand("dq", "heads", "same", like="q", gradient="q", output=True),
             Operand("dk", "other_heads", "same", like="q", needs="dk_out", fits="dk_out", gradient="k", output=True, optional=True),
             Operand("dq_weight", "columns", "same", like="q_weight", needs="q_weight", gradient="q_weight", output=True, optional=True),
-            Operand("dk_weight", "columns", "same", like="k_weight", needs="k_weight", gradient="k_weight", output=True, optional=True),
+            Operand("dk_weight", "columns", "same", like="k_weight", needs="dk_out", gradient="k_weight", output=True, optional=True),
         ),
         options=(
             Option("offset", "integer", 0),

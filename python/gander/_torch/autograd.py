@@ -71,6 +71,16 @@ def materializes(name: str) -> bool:
     return len(heads) > 1 and SHAPES[of[next(iter(heads))].shape].layout == "heads"
 
 
+def _needed(of: dict, operand) -> set[str]:
+    """The operands without which an output cannot be computed."""
+    found, left = set(), [operand.needs] if operand.output else []
+    for name in left:
+        if name and name not in found:
+            found.add(name)
+            left.append(of[name].needs)
+    return found
+
+
 def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
     """The dtypes that a gradient operator is asked for: those of the arguments that its results are for."""
     of = {operand.gradient: operand for operand in operands(gradient_op).values() if operand.output}
@@ -91,15 +101,17 @@ def backward(name: str, inputs: list[str]):
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
     required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
-    # Where autograd makes missing gradients: an upstream gradient that only one input's gradient needs, by
-    # the index of its result, with the indices of that input, and among the options of what asks for the
-    # result.
+    # Where autograd makes missing gradients: the upstream gradients that not all gradients need, by the index
+    # of their result, with the indices of the inputs whose gradients need it, and among the options of what
+    # asks for the result.
     partners = {}
-    for operand in of.values() if materializes(name) else ():
-        result = next((result for result, argument in heads.items() if argument == operand.needs), None)
-        if result is not None:
-            asked = arguments(name)[len(tensors(name)) :].index(demand(result))
-            partners[results.index(result)] = inputs.index(operand.gradient), asked
+    if materializes(name):
+        options = arguments(name)[len(tensors(name)) :]
+        for result, argument in heads.items():
+            needed_by = [operand.gradient for operand in of.values() if argument in _needed(of, operand)]
+            if needed_by:
+                places = [*map(inputs.index, needed_by)]
+                partners[results.index(result)] = places, options.index(demand(result))
     # Options of forward that callers cannot choose.
     fixed = {key: bool(value) for key, value in TORCH[name].fixed.items() if key in arguments(gradient_op)}
     types = [argument.type for argument in TORCH[gradient_op].arguments]
@@ -137,9 +149,9 @@ def backward(name: str, inputs: list[str]):
             if gradients[index] is not None:
                 raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
         needs = ctx.needs_input_grad
-        for index, (place, asked) in partners.items():
-            if not (needs[place] and ctx.options[asked]):
-                needs = (*needs[:place], False, *needs[place + 1 :])
+        for index, (places, asked) in partners.items():
+            if not (ctx.options[asked] and any(needs[place] for place in places)):
+                needs = tuple(need and place not in places for place, need in enumerate(needs))
                 gradients = (*gradients[:index], None, *gradients[index + 1 :])
         key = needs, ctx.dtypes if typed else None
         call, pick, constants, places = plans.get(key) or plan(*key)

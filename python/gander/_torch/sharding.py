@@ -143,7 +143,7 @@ def _rule(name, given):
 
 def _of_heads(name, specs, inputs, computed, refuse):
     """_rule for an operator of the heads of tokens, whose positions count from a sequence's first token."""
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Partial, Replicate
 
     of, first = operands(name), next(iter(inputs.values()))
     heads = first.ndim - 2
@@ -155,6 +155,8 @@ def _of_heads(name, specs, inputs, computed, refuse):
         """Where an operand lies beside heads with this placement. shape: that of an input."""
         if is_heads(operand):
             return shard
+        if operand.shape == "columns":  # a weight, or its gradient
+            return Partial("sum") if operand.output else Replicate()
         tables = SHAPES[operand.shape].layout == "tables"
         if shard.dim == heads or (tables and (len(shape) == 2 or shape[shard.dim] == 1)):
             return Replicate()
@@ -168,7 +170,8 @@ def _of_heads(name, specs, inputs, computed, refuse):
             continue
         if not is_heads(of[argument]):
             beside = [placement for placement in first.placements if is_shard(placement)]
-            if any(placement not in beside or placement.dim >= heads - 1 for placement in used):
+            weight = of[argument].shape == "columns"
+            if any(weight or placement not in beside or placement.dim >= heads - 1 for placement in used):
                 refuse(f"{found} Replicate, or those of the sequences; redistribute it")
             continue
         if any(placement.dim not in (*range(heads - 1), heads) for placement in used):
@@ -182,7 +185,9 @@ def _of_heads(name, specs, inputs, computed, refuse):
 
     def placements(shard):
         sharded = {argument: placed(of[argument], shard, spec.shape) for argument, spec in inputs.items()}
-        made = [shard if result in computed else Replicate() for result in TORCH[name].results]
+        made = [
+            placed(of[result], shard) if result in computed else Replicate() for result in TORCH[name].results
+        ]
         return made, [sharded.get(argument) for argument in specs]
 
     replicated = (
