@@ -1,4 +1,4 @@
-/* gander: row reductions (softmax, RMSNorm, cross-entropy; forward and backward) at memory bandwidth.
+/* gander: softmax, norms, gated linear units and cross-entropy at the speed of memory, forward and backward.
  *
  * The C ABI of libgander. It takes DLPack tensors in host memory or in CUDA device memory.
  *

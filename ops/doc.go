@@ -1,7 +1,7 @@
 /*
-Package ops implements the operators: softmax, RMSNorm, LayerNorm, L2 normalization, cross-entropy and
-log-sum-exp, forward and backward. It checks the arguments, chooses the kernels, and runs them on the CPU or
-on a CUDA device.
+Package ops implements the operators: softmax, RMSNorm, LayerNorm, L2 normalization, gated linear units,
+cross-entropy and log-sum-exp, forward and backward. It checks the arguments, chooses the kernels, and runs
+them on the CPU or on a CUDA device.
 
 # A first call
 

@@ -248,7 +248,7 @@ def step_tables(records) -> list[Table]:
         for record in mine:
             for name, figures in record["results"].items():
                 row = [_figure(figures, *cell) for cell in _STEP_CELLS]
-                rows.append([_STEPS[record["mode"]], name, *row])
+                rows.append([STEP_TITLES[record["mode"]], name, *row])
         title = f"Cross-entropy and its gradient, {dtype}, {_size(m, n)} ({_where(mine)})"
         note = "Share of the limit: of a kernel that reads the logits once and writes as much."
         columns = ["us", "share of the limit", "memory beside the logits, MiB", "in sizes of the logits"]
@@ -256,7 +256,7 @@ def step_tables(records) -> list[Table]:
     return tables
 
 
-_STEPS = {
+STEP_TITLES = {
     "backward": "loss.backward()",
     "a quarter": "(loss / 4).backward()",
     "a third": "(loss / 3).backward()",

@@ -1,10 +1,12 @@
 """Hooks of MkDocs: formulas as MathML, names of gander that have to exist, links to types of arguments, and
 nothing from other addresses."""
 
+import functools
 import html
 import inspect
 import re
 from pathlib import Path
+from typing import Literal, get_origin
 
 import fill
 import latex2mathml.converter
@@ -18,10 +20,7 @@ _LOADED = re.compile(
     r"""<(?:script|img|iframe|source|video|link(?![^>]*rel="canonical"))\b[^>]*(?:src|href)="https?:[^"]*"""
     r"""|url\(["']?https?:[^)]*|@import\s+["']https?:[^"']*"""
 )
-# Types of arguments that operators/index.md explains.
-_TYPE = re.compile(
-    r'<span (?:class="n"|title="gander\.[\w.]+")>(A|Array|Algorithm|CastingMode|Masked|Reduction)</span>'
-)
+_EXPLAINS_TYPES = "operators/index.md"
 _BUILT = ("gander.h", "gander.pc", "gander.Tensor")
 
 
@@ -35,8 +34,13 @@ def on_page_content(content: str, page, **_) -> str:
         for name in _NAME.findall(html.unescape(code)):
             if not _exists(name):
                 raise mkdocs.exceptions.PluginError(f"{page.file.src_path}: there is no {name}")
-    types = mkdocs.utils.get_relative_url("operators/index.html", page.url) + "#types"
-    content = _TYPE.sub(rf'<a class="type" href="{types}">\1</a>', content)
+    if page.file.src_path == _EXPLAINS_TYPES:
+        for name in _types():
+            if f"<td><code>{name}</code></td>" not in content:
+                raise mkdocs.exceptions.PluginError(f"{_EXPLAINS_TYPES} does not explain the type {name}")
+    types = mkdocs.utils.get_relative_url(_EXPLAINS_TYPES.replace(".md", ".html"), page.url) + "#types"
+    written = rf'<span (?:class="n"|title="gander\.[\w.]+")>({"|".join(_types())})</span>'
+    content = re.sub(written, rf'<a class="type" href="{types}">\1</a>', content)
     return _FORMULA.sub(_mathml, content)
 
 
@@ -44,6 +48,20 @@ def on_post_build(config, **_) -> None:
     for path in sorted(Path(config.site_dir).rglob("*")):
         if path.suffix in (".html", ".css") and (found := _LOADED.search(path.read_text())):
             raise mkdocs.exceptions.PluginError(f"{path.relative_to(config.site_dir)} loads {found[0]}")
+
+
+@functools.cache
+def _types() -> list[str]:
+    """gander's types in the signatures of its functions."""
+    import gander
+
+    found = set()
+    for function in filter(inspect.isfunction, map(vars(gander).get, gander.__all__)):
+        for name in re.findall(r"\b[A-Z]\w*", " ".join(map(str, function.__annotations__.values()))):
+            type_ = function.__globals__.get(name)
+            if get_origin(type_) is Literal or getattr(type_, "__module__", "").startswith("gander."):
+                found.add(name)
+    return sorted(found)
 
 
 def _mathml(found: re.Match) -> str:

@@ -185,6 +185,7 @@ func run(o *operands, m more, workers int, op32 op[float32], op64 op[float64]) e
 }
 
 func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
+	clearUpperHalves() // which C code may have left in use on this thread
 	c, _ := e.pool.Get().(*call[T])
 	if c == nil {
 		c = &call[T]{group: group{awake: make(chan struct{}, 1)}, fixed: make([]byte, fixedBytes)}
@@ -400,6 +401,7 @@ func (c *call[T]) runStep(s step[T], tasks int) {
 // RunWorker runs what worker i does in the current step.
 func (c *call[T]) RunWorker(i int) {
 	defer c.group.catch()
+	clearUpperHalves() // as in engine.run: this may be a thread of the caller's
 	c.workers[i].runTasks()
 }
 

@@ -19,6 +19,16 @@ func simdRowFuncs() []*rowFuncs[float32] {
 	return k
 }
 
+var hasAVX = archsimd.X86.AVX()
+
+// clearUpperHalves clears the upper halves of vector registers. While they are in use, Intel processors are
+// slow at SSE instructions among AVX ones. Go computes single numbers with both: tests/c/registers_test.c.
+func clearUpperHalves() {
+	if hasAVX {
+		archsimd.ClearAVXUpperBits()
+	}
+}
+
 // constants holds each constant as a whole vector. Loading one is faster than the broadcast that the compiler
 // emits, and a shift by a vector is faster than one by a scalar.
 type constants struct {

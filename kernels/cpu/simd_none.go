@@ -2,4 +2,6 @@
 
 package cpu
 
+func clearUpperHalves() {}
+
 func simdRowFuncs() []*rowFuncs[float32] { return nil }

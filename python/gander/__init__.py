@@ -1,4 +1,4 @@
-"""Row reductions at the speed of memory: softmax, RMSNorm, LayerNorm and cross-entropy, forward and backward.
+"""Softmax, norms, gated linear units and cross-entropy at the speed of memory, forward and backward.
 
 The functions take PyTorch tensors (CPU or CUDA, with gradients, under torch.compile) and any other object
 with `__dlpack__` (NumPy, CuPy, JAX). Importing gander imports neither torch nor the library. The operators

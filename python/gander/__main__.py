@@ -66,7 +66,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m gander", description="gander: row reductions at the speed of memory.")
+    parser = _Parser(prog="python -m gander", description=(gander.__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:

@@ -34,8 +34,19 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def layernorm(x, weight, bias):
         return rmsnorm(x - x.mean(-1, keepdims=True), weight) + bias
 
+    erf = xp.erf if hasattr(xp, "erf") else xp.vectorize(math.erf)
+
     def swiglu(gate, up):
         return gate / (1 + xp.exp(-gate)) * up
+
+    def geglu(gate, up):
+        return 0.5 * gate * (1 + erf(gate / 2**0.5)) * up
+
+    def geglu_tanh(gate, up):
+        return 0.5 * gate * (1 + xp.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+    def of_halves(function):
+        return lambda pair: function(pair[:, : pair.shape[-1] // 2], pair[:, pair.shape[-1] // 2 :])
 
     def losses(x, target):
         return -log_softmax(x)[list(range(len(x))), target]
@@ -55,6 +66,11 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "l2norm": ("x", gander.l2norm, l2norm),
         "layernorm": ("x weight bias", gander.layernorm, layernorm),
         "swiglu": ("x mate", gander.swiglu, swiglu),
+        "geglu": ("x mate", gander.geglu, geglu),
+        "geglu, tanh": ("x mate", partial(gander.geglu, approximate="tanh"), geglu_tanh),
+        "silu_and_mul": ("pair", gander.silu_and_mul, of_halves(swiglu)),
+        "gelu_and_mul": ("pair", gander.gelu_and_mul, of_halves(geglu)),
+        "gelu_tanh_and_mul": ("pair", gander.gelu_tanh_and_mul, of_halves(geglu_tanh)),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
         "cross_entropy, mean": ("x target", gander.cross_entropy, lambda *given: losses(*given).mean()),
@@ -66,7 +82,8 @@ def cast(tensor: Any, xp: Any, dtype: str) -> Any:
 
 
 def operands(xp: Any, names: str, m: int, n: int, dtype: str, device: str) -> Iterator[Any]:
-    sizes = {"x": (m, n), "mate": (m, n), "mask": (m, n), "target": (m,), "hidden": (m, 64), "head": (n, 64)}
+    sizes = {"x": (m, n), "mate": (m, n), "pair": (m, 2 * n), "mask": (m, n), "target": (m,)}
+    sizes |= {"hidden": (m, 64), "head": (n, 64)}
     change = {"mask": lambda v: v > 0, "target": lambda v: abs(v) * n % n, "head": lambda v: v / 64}
     for seed, name in enumerate(names.split()):
         shape = sizes.get(name, (n,))

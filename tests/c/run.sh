@@ -36,6 +36,7 @@ check header_cpp17.cpp "${CXX:-c++}" -std=c++17 "$@"
 check ../../examples/cpu.c "${CC:-cc}" -std=c99 "$@"
 check ../../examples/training_step.c "${CC:-cc}" -std=c99 "$@"
 check abi_test.c "${CC:-cc}" -std=c99 "$@"
+check registers_test.c "${CC:-cc}" -std=c99 "$@"
 check memory_test.c "${CC:-cc}" -std=gnu99 -D_GNU_SOURCE "$@"
 
 build malformed_test.c "${CC:-cc}" -std=c99 "$@"

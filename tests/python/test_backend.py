@@ -524,6 +524,16 @@ def test_links_of_the_page_on_an_index(backend):
         assert (ROOT / path).exists(), link
 
 
+def test_one_sentence_says_what_gander_is():
+    """pyproject.toml has it, and for whom it is."""
+    what, _, _ = loaded(ROOT).PROJECT["description"].rpartition(", for ")
+    what = what[0].lower() + what[1:]
+    pages = "README.md", "docs/index.md", "mkdocs.yml", "CITATION.cff"
+    for name in (*pages, "capi/gander.h", "capi/gander.pc.in", "python/gander/__init__.py"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert what in text or what[0].upper() + what[1:] in text, name
+
+
 def test_the_address_is_the_same_everywhere():
     """pyproject.toml has it. No link leaves this machine."""
     address = loaded(ROOT).PROJECT["urls"]["Repository"]

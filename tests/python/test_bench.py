@@ -365,7 +365,7 @@ def test_providers_measure_what_they_have(monkeypatch):
     assert {p.providers for p in sections.step(options)} == {
         ("gander", "gander-two-passes", "gander-upstream", "gander-remember")
     }
-    assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report._STEPS)
+    assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report.STEP_TITLES)
     linear = ("gander", "gander-1-chunks", "gander-2-chunks", "gander-8-chunks", "gander-float32")
     assert {p.providers for p in sections.linear(options)} == {linear}
     assert {p.providers for p in sections.sharded(options)} == {("gander-two-passes", "gander-sharded")}

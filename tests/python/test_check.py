@@ -1,5 +1,6 @@
 """`python -m gander check` passes where all operators are right, and says which one is not."""
 
+import inspect
 import subprocess
 import sys
 
@@ -16,6 +17,10 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "l2norm": ["l2norm"],
     "layernorm": ["layernorm"],
     "swiglu": ["swiglu"],
+    "geglu": ["geglu", "geglu, tanh"],
+    "silu_and_mul": ["silu_and_mul"],
+    "gelu_and_mul": ["gelu_and_mul"],
+    "gelu_tanh_and_mul": ["gelu_tanh_and_mul"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],
@@ -50,6 +55,15 @@ def checked(capsys, xp=torch):
 
 def failures(found):
     return sorted({name for (name, _, _), right in found.items() if not right})
+
+
+def test_every_function_is_compared():
+    """But those that run the operator of another: without a gradient, in place, or to write to `out`."""
+    functions = {name: f for name in gander.__all__ if inspect.isfunction(f := getattr(gander, name))}
+    first = {name: next(iter(inspect.signature(f).parameters), None) for name, f in functions.items()}
+    computing = {name for name in first if first[name] in ("x", "gate")}
+    others = {name for name in computing if name.endswith(("_fwd", "_bwd", "_out"))} | {"fused_add_rmsnorm"}
+    assert computing - others == set(FUNCTIONS)
 
 
 def test_all_is_right(device, capsys):

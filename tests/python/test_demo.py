@@ -137,12 +137,24 @@ def test_attention_does_not_look_ahead():
     assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
-def test_an_unavailable_device_is_refused():
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--device=tpu", "tpu is not available"),
+        ("--output=none/demo.png", "none/demo.png cannot be written"),
+        ("--output=demo.txt", "demo.txt cannot be written"),
+        ("--output=demo", "demo cannot be written"),
+        ("--steps=0", "greater than or equal to 1"),
+        ("--seconds=-1", "greater than or equal to 0"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(option, said, monkeypatch):
+    monkeypatch.delattr(demo, "demonstrate")
     app = typer.Typer()
     app.command()(demo.main)
-    result = CliRunner().invoke(app, ["--device", "tpu"])
+    result = CliRunner().invoke(app, [option])
     assert result.exit_code == 2
-    assert "tpu is not available" in result.output
+    assert said in result.output
 
 
 def test_without_torch_one_sentence_says_so(monkeypatch):

@@ -276,7 +276,7 @@ def test_nested_tensors_are_refused(layout):
         (lambda x: gander.cross_entropy(x, torch.tensor([1, 2]), reduction="sum", divisor=2.0), "x"),
         (lambda x: gander.linear_cross_entropy(x, torch.randn(5, 8), torch.tensor([1, 2])), "x"),
     ):
-        with pytest.raises(NotImplementedError, match=f"{name} is a nested tensor, .* gander.nn.functional"):
+        with pytest.raises(NotImplementedError, match=rf"{name} is a nested tensor, .* {name}\.unbind\(\)"):
             call(x)
 
 

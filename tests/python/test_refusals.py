@@ -8,6 +8,7 @@ written. LEGAL lists the values that are no mistake, each with the reason. With 
 import inspect
 import re
 import warnings
+from operator import attrgetter
 
 import gander
 import gander.nn.functional as F
@@ -439,6 +440,14 @@ def is_written(before, given):
     return any(not before[name].equal(after[name]) for name in before)
 
 
+def named(name):
+    """A member of gander by its name, or None."""
+    try:
+        return attrgetter(name)(gander)
+    except AttributeError:
+        return None
+
+
 def complaint(error, names):
     """What is wrong with a refusal of one of these arguments."""
     text, wrong = str(error), []
@@ -452,6 +461,9 @@ def complaint(error, names):
         wrong.append(f"has {len(text)} characters")
     if found := FOREIGN.search(text):
         wrong.append(f"has the words {found[0]!r}")
+    for name in re.findall(r"(?<![\w.])gander\.([\w.]*\w)", text):
+        if not callable(named(name)):
+            wrong.append(f"advises to call gander.{name}, which is no function")
     return f"{', '.join(wrong)}: {text[:LONGEST]}" if wrong else ""
 
 

@@ -19,9 +19,11 @@ def main(
         str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the batches.")] = 0,
-    output: Annotated[Path, typer.Option(help="The picture.")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(help="The picture, in a format by the file's suffix.")] = Path(
+        "demo.png"
+    ),
     compile: Annotated[bool, typer.Option(help="Time torch.compile too.")] = True,
-    seconds: Annotated[float, typer.Option(help="For the timing of one operator at one shape.")] = 0.1,
+    seconds: Annotated[float, typer.Option(min=0, help="For the timing of one operator at one shape.")] = 0.1,
 ) -> None:
     """Describes this machine, checks and times each operator, and trains a small language model twice: with
     torch's operators and with gander's. Fails if an operator is wrong or the loss curves do not agree."""
@@ -29,6 +31,7 @@ def main(
     # other programs, which makes a step ten times as long. The variable must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
+    from matplotlib.backend_bases import FigureCanvasBase
     from rich.console import Console
 
     from .checks import SHAPES
@@ -41,6 +44,13 @@ def main(
     if device not in SHAPES or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(
             f"{device} is not available, expected cpu, or cuda on a machine with a GPU", param_hint="--device"
+        )
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if output.suffix.removeprefix(".").lower() not in formats or not output.absolute().parent.is_dir():
+        raise typer.BadParameter(
+            f"{output} cannot be written, expected a file in a folder that exists, with one of the suffixes "
+            f"{', '.join(formats)}",
+            param_hint="--output",
         )
     config = GPU if device == "cuda" else CPU
     if steps is not None:

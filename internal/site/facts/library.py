@@ -7,7 +7,7 @@ import textwrap
 import gander
 import tolerance
 
-from .measured import line_of
+from .tables import table_of
 
 PLACES = {  # of internal/policy's regimes: where a row lies, and who shares it
     "registers": "registers of one CTA, or of a part of it",
@@ -29,9 +29,7 @@ PLACES = {  # of internal/policy's regimes: where a row lies, and who shares it
 def kernels(op: str, device: str = "h100", dtype: str = "bfloat16") -> str:
     """A table of which kernels serve which rows, for many rows and for few."""
     has_algorithms = len(gander.algorithms(op)) > 1
-    lines = ["| M | N | algorithm | where a row lies |", "|--:|--:|---|---|"]
-    if not has_algorithms:
-        lines = ["| M | N | where a row lies |", "|--:|--:|---|"]
+    rows = []
     for m in (32768, 4):
         found: list[list] = []
         for exponent in range(4, 23):
@@ -46,9 +44,10 @@ def kernels(op: str, device: str = "h100", dtype: str = "bfloat16") -> str:
                 found.append([n, n, key])
         for i, (first, last, (algorithm, place)) in enumerate(found):
             lengths = f"to {last}" if i == 0 else f"{first}" if first == last else f"{first} to {last}"
-            lines.append(line_of(f"{m}", lengths, *([algorithm] if has_algorithms else []), place))
-    where = f"{device.upper()}, {dtype}, rows of powers of two whose operands are aligned to 16 bytes"
-    return "\n".join([*lines, "", f"*{where}. From gander.explain.*"])
+            rows.append([f"{m}", lengths, *([algorithm] if has_algorithms else []), place])
+    columns = ["M", "N", *(["algorithm"] if has_algorithms else []), "where a row lies"]
+    note = f"{device.upper()}, {dtype}, rows of powers of two whose operands are aligned to 16 bytes. "
+    return table_of(columns, rows, note + "From gander.explain.", align="rrl")
 
 
 def explained(
@@ -70,9 +69,7 @@ def refused_algorithm(op: str, shape: tuple[int, int], algorithm: str, device: s
 
 def regimes() -> str:
     """A table of the policy's regimes."""
-    return "\n".join(
-        ["| regime | a row lies in |", "|---|---|", *(f"| {k} | {v} |" for k, v in PLACES.items())]
-    )
+    return table_of(["regime", "a row lies in"], PLACES.items(), align="l")
 
 
 def by_device(
@@ -84,9 +81,8 @@ def by_device(
         for device in devices:
             regime, algorithm = regime_of(op, *shape, device)
             rows.append([f"{shape[0]} x {shape[1]}", device, algorithm, PLACES[regime]])
-    lines = ["| rows | device | algorithm | where a row lies |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", f"*{op}, bfloat16. From gander.explain.*"])
+    columns = ["rows", "device", "algorithm", "where a row lies"]
+    return table_of(columns, rows, f"{op}, bfloat16. From gander.explain.", align="l")
 
 
 @functools.cache
@@ -104,9 +100,8 @@ def regime_of(op: str, m: int, n: int, device: str = "h100", dtype: str = "bfloa
 
 def algorithms(op: str = "softmax") -> str:
     """A table of the names of algorithms, what each does, and which rows it serves."""
-    lines = ["| name | what it does | serves |", "|---|---|---|"]
-    lines += [f"| `{each.name}` | {each.what} | {each.limits} |" for each in gander.algorithms(op)]
-    return "\n".join(lines)
+    rows = [[f"`{each.name}`", each.what, each.limits] for each in gander.algorithms(op)]
+    return table_of(["name", "what it does", "serves"], rows, align="l")
 
 
 def refusal(call: str, *before: str) -> str:
@@ -138,9 +133,8 @@ def accuracy(reference: str) -> str:
 
 def accuracy_of_linear() -> str:
     """The bounds of linear_cross_entropy's gradients by the number of chunks."""
-    lines = ["| chunks | dx | dw |", "|--:|--:|--:|"]
-    lines += [line_of(f"{n}", f"{tolerance.RMS:g}", f"{most:g}") for n, most in tolerance.LINEAR_DW.items()]
-    return "\n".join(lines)
+    rows = [[f"{n}", f"{tolerance.RMS:g}", f"{most:g}"] for n, most in tolerance.LINEAR_DW.items()]
+    return table_of(["chunks", "dx", "dw"], rows, align="r")
 
 
 def torch_releases() -> str:

@@ -2,11 +2,11 @@
 
 import functools
 import statistics
-import textwrap
 
-from gander_bench import models, records, report, sections
+from gander_bench import load, models, records, report, sections
 
 from . import ROOT
+from .tables import named, table_of
 
 # The records from which each kind of figure is taken.
 GRID = "h100-8a2845d"  # throughput over the row lengths, beside the peers
@@ -26,9 +26,6 @@ PEERS = {
     "cudnn": "cuDNN",
     "torch": "torch",
 }
-
-
-_OPERATORS = ("softmax", "rmsnorm", "cross_entropy")
 
 
 @functools.cache
@@ -93,10 +90,10 @@ def cases_at_the_limit(least: float = 0.95) -> str:
     return f"{sum(share >= least for share in shares)} of {len(shares)}"
 
 
-def first_call_ms() -> str:
-    """The median time of a function's first call on a new shape, in ms."""
+def first_call() -> str:
+    """The milliseconds of a call on a shape that the process has not seen, the median over all functions."""
     results = report.of(records_of(GRID), "load")[-1]["results"]["gander"]
-    return f"{statistics.median(ms for op in _OPERATORS for ms in results[op]['new']):.1f}"
+    return f"{statistics.median(ms for function in load.FUNCTIONS for ms in results[function]['new']):.2f}"
 
 
 def speed(
@@ -105,28 +102,17 @@ def speed(
     """A table of the throughput by shape, or of the time (unit "us"), beside the limit and the peers."""
     points = points_of(op, file, section, dtype=dtype)
     names = [name for name in PEERS if any(name in p["results"] for p in points)]
-    lines = [
-        f"| rows | {unit} | of the limit | " + " | ".join(f"over {PEERS[name]}" for name in names) + " |",
-        "|---|--:|--:|" + "--:|" * len(names),
-    ]
+    rows = []
     for p in points:
         mine = p["results"]["gander"]
         figure = f"{mine['tbps']:.2f}" if unit == "TB/s" else f"{mine['us']:.1f}"
         others = [f"{r[0]:.2f}" if (r := ratios([p], name)) else "-" for name in names]
-        lines.append(line_of(f"{p['m']} x {p['n']}", figure, f"{mine['ratio']:.2f}", *others))
-    return "\n".join([*lines, "", measured_where(points[0], file)])
+        rows.append([f"{p['m']} x {p['n']}", figure, f"{mine['ratio']:.2f}", *others])
+    columns = ["rows", unit, "of the limit", *(f"over {PEERS[name]}" for name in names)]
+    return table_of(columns, rows, f"{card(file)}, {dtype}. {named(file)}")
 
 
-def line_of(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def measured_where(point: dict, file: str) -> str:
-    return f"*{CARDS[point['environment']['device']]}, {point['dtype']}. bench/results/{file}.jsonl*"
-
-
-# By mode of the record what backward() is called on.
-_STEPS = {"backward": "loss", "a quarter": "loss / 4", "scaled": "scaled"}
+_STEPS = ("backward", "a quarter", "scaled")
 
 
 def steps(file: str = STEP) -> str:
@@ -134,16 +120,17 @@ def steps(file: str = STEP) -> str:
     points = {p["mode"]: p for p in report.of(records_of(file), "step", op="cross_entropy")}
     if missing := [mode for mode in _STEPS if mode not in points]:
         raise LookupError(f"{file}.jsonl has no step with {missing}")
-    first = points["backward"]
-    columns = [f"{each}, us" for each in _STEPS.values()]
-    lines = [line_of("", *columns, "MiB"), "|---|--:|--:|--:|--:|"]
-    for name, label in _VARIANTS.items():
-        each = [points[mode]["results"].get(name, {}).get("us") for mode in _STEPS]
-        if None not in each:
-            memory = first["results"][name]["peak MiB"]
-            lines.append(line_of(label, *(f"{us:.0f}" for us in each), f"{memory:.0f}"))
-    shape = f"*Loss and gradient of {first['m']} x {first['n']} logits. MiB: memory besides the logits.* "
-    return "\n".join([*lines, "", textwrap.fill(shape + measured_where(first, file), 110)])
+    results = [points[mode]["results"] for mode in _STEPS]
+    names = [name for name in _VARIANTS if all("us" in each.get(name, {}) for each in results)]
+    rows = [
+        [f"`{report.STEP_TITLES[mode]}`, us", *(f"{each[name]['us']:.0f}" for name in names)]
+        for mode, each in zip(_STEPS, results, strict=True)
+    ]
+    rows.append(["memory, MiB", *(f"{results[0][name]['peak MiB']:.0f}" for name in names)])
+    first = points[_STEPS[0]]
+    note = f"Loss and gradient of {first['m']} x {first['n']} logits, memory besides the logits. "
+    note += f"{card(file)}, {first['dtype']}. {named(file)}"
+    return table_of(["", *(_VARIANTS[name] for name in names)], rows, note)
 
 
 _VARIANTS = {
@@ -160,15 +147,16 @@ _VARIANTS = {
 def linear(file: str = LINEAR) -> str:
     """A table of linear_cross_entropy and its gradients: time over the matrix products', and memory."""
     (point,) = points_of("linear_cross_entropy", file, "linear")
-    lines = ["| | over the products | MiB |", "|---|--:|--:|"]
+    rows = []
     for name, label in _CHUNKS.items():
         figures = point["results"].get(name, {})
         if "us" in figures:
             times_as_long = figures["us"] / point["limit"]["us"]
-            lines.append(line_of(label, f"{times_as_long:.2f}", f"{figures['peak MiB']:.0f}"))
-    what = f"Loss and gradients of {point['m']} rows and {point['n']} classes, {sections.HIDDEN} hidden"
-    what += " columns: time over that of the three matrix products alone, and memory besides the gradients."
-    return "\n".join([*lines, "", textwrap.fill(f"*{what}* " + measured_where(point, file), 110)])
+            rows.append([label, f"{times_as_long:.2f}", f"{figures['peak MiB']:.0f}"])
+    note = f"Loss and gradients of {point['m']} rows and {point['n']} classes, {sections.HIDDEN} hidden"
+    note += " columns: time over that of the three matrix products alone, and memory besides the gradients. "
+    note += f"{card(file)}, {point['dtype']}. {named(file)}"
+    return table_of(["", "over the products", "MiB"], rows, note)
 
 
 _CHUNKS = {
@@ -186,7 +174,7 @@ _CHUNKS = {
 
 def summary() -> str:
     """README's table: forward and backward over torch and over QuACK."""
-    rows = [
+    operators = [
         ("[softmax](docs/operators/softmax.md)", "softmax_forward", "softmax_backward"),
         ("[RMSNorm](docs/operators/rmsnorm.md)", "rmsnorm_forward", "rmsnorm_backward"),
         (
@@ -195,11 +183,8 @@ def summary() -> str:
             "cross_entropy_loss_gradient",
         ),
     ]
-    lines = [
-        "| operator | forward / torch | forward / QuACK | backward / torch | backward / QuACK |",
-        "|---|--:|--:|--:|--:|",
+    rows = [
+        [name, *(times(op, over) for op in ops for over in ("torch", "quack"))] for name, *ops in operators
     ]
-    for name, *ops in rows:
-        cells = [times(op, over) for op in ops for over in ("torch", "quack")]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    columns = ["forward / torch", "forward / QuACK", "backward / torch", "backward / QuACK"]
+    return table_of(["operator", *columns], rows)

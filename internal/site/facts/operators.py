@@ -6,7 +6,7 @@ import re
 from gander import _table
 
 from . import ROOT
-from .measured import line_of
+from .tables import table_of
 
 _LETTERS = {"L": "...", "N": "N", "H": "H", "R": "R", "S": "2 M + 1"}
 
@@ -32,24 +32,24 @@ def _dtypes(operand: _table.Operand, first: str) -> str:
 
 def operands(op: str) -> str:
     """A table of an operator's operands."""
-    lines = ["| operand | shape | dtypes | |", "|---|---|---|---|"]
+    rows = []
     of = _table.OPERATORS[op].operands
     for operand in of:
-        kind = "result" if operand.output else "input"
-        kind = f"optional {kind}" if operand.optional else kind
-        lines.append(line_of(operand.name, _shape(operand.shape), _dtypes(operand, of[0].name), kind))
-    return "\n".join(lines)
+        role = "result" if operand.output else "input"
+        role = f"optional {role}" if operand.optional else role
+        rows.append([operand.name, _shape(operand.shape), _dtypes(operand, of[0].name), role])
+    return table_of(["operand", "shape", "dtypes", "role"], rows, align="l")
 
 
 def options(op: str) -> str:
     """A table of an operator's options, with their defaults."""
-    lines = ["| option | type | default |", "|---|---|---|"]
+    rows = []
     for option in _table.OPERATORS[op].options:
         default = {"flag": lambda v: str(bool(v)).lower(), "reduction": lambda v: _table.REDUCTIONS[int(v)]}
         default["algorithm"] = lambda v: _table.ALGORITHMS[int(v)]
         shown = default.get(option.type, lambda v: f"{v:g}")(option.default)
-        lines.append(line_of(option.name, _TYPES.get(option.type, "name"), shown))
-    return "\n".join(lines)
+        rows.append([option.name, _TYPES.get(option.type, "name"), shown])
+    return table_of(["option", "type", "default"], rows, align="l")
 
 
 _TYPES = {"flag": "bool", "real": "float", "integer": "int"}
@@ -69,11 +69,11 @@ def _go_structs() -> dict[str, str]:
 
 def names(*ops: str) -> str:
     """Where operators are in PyTorch, in C and in Go."""
-    lines = ["| torch.ops.gander | C | Go |", "|---|---|---|"]
+    rows = []
     for op in ops:
         owned = _table.OPERATORS[op].owned
         torch = [f"`{name}`" for name, each in _table.TORCH.items() if each.operator == op]
         go = _go_structs()[op.replace("_", "")]
         c = [f"`gander_{op}`"] + ([f"`{owned}`"] if owned else [])
-        lines.append(line_of("<br>".join(torch), "<br>".join(c), f"`ops.{go}`"))
-    return "\n".join(lines)
+        rows.append(["<br>".join(torch), "<br>".join(c), f"`ops.{go}`"])
+    return table_of(["torch.ops.gander", "C", "Go"], rows, align="l")

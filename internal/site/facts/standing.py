@@ -1,11 +1,11 @@
 """The limit, and where gander stands: docs/how.md and docs/performance.md."""
 
 import statistics
-import textwrap
 
 from gander_bench import models, report
 
-from .measured import GRID, IN_PLACE, PEERS, STEP, card, geomean, points_of, ratios, records_of
+from .measured import GRID, IN_PLACE, PEERS, card, geomean, points_of, ratios, records_of
+from .tables import named, table_of
 
 # Later files replace the points that earlier ones share with them.
 _SHAPES_OF_MODELS = ("h200-ace71b4", "h200-727a294", "h200-1ed7d17", "h200-d162d87-few")
@@ -17,17 +17,6 @@ _TRAFFIC = {  # an operator that moves it
     "2 read, 1 written": "softmax_backward",
 }
 _DATASHEET = {"H100": 3352, "H200": 4917}  # GB/s, as ops/devices.go has them
-
-
-def _table_of(columns: list[str], rows: list[list[str]], note: str, labels: int = 1) -> str:
-    lines = ["| " + " | ".join(columns) + " |"]
-    lines.append("|" + "---|" * labels + "--:|" * (len(columns) - labels))
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", textwrap.fill(f"*{note}*", 110, break_on_hyphens=False)])
-
-
-def _named(*files: str) -> str:
-    return ", ".join(f"bench/results/{file}.jsonl" for file in files)
 
 
 def _point(op: str, m: int, n: int, file: str, section: str, dtype: str) -> dict:
@@ -67,8 +56,8 @@ def limits(*files: str) -> str:
             part = found[-1]["tbps"] / (_DATASHEET[card(file)] / 1000)
             rows.append([card(file), traffic, *(f"{each['tbps']:.2f}" for each in found), f"{part:.2f}"])
     columns = ["GPU", "tensors", *(f"N = {n}" for n in lengths), "of the datasheet's"]
-    note = f"TB/s of plain kernels, M = 32768, bfloat16. The last column is for N = 65536. {_named(*files)}"
-    return _table_of(columns, rows, note, labels=2)
+    note = f"TB/s of plain kernels, M = 32768, bfloat16. The last column is for N = 65536. {named(*files)}"
+    return table_of(columns, rows, note, align="llr")
 
 
 def exponentials(op: str = "softmax_forward", per_element: int = 1, file: str = GRID) -> str:
@@ -94,8 +83,8 @@ def over_the_grid(file: str = GRID, dtypes: tuple[str, ...] = ("bfloat16", "floa
         worst = f"{min(shares):.2f}"
         rows.append([report.TITLES[op], f"{statistics.geometric_mean(shares):.2f}", worst, *cells])
     columns = ["operator", "share of the limit", "at worst", *(f"over {PEERS[name]}" for name in names)]
-    note = f"{card(file)}, {', '.join(dtypes)}, geometric means over the row lengths. {_named(file)}"
-    return _table_of(columns, rows, note)
+    note = f"{card(file)}, {', '.join(dtypes)}, geometric means over the row lengths. {named(file)}"
+    return table_of(columns, rows, note)
 
 
 def _of_models(files: tuple[str, ...] = _SHAPES_OF_MODELS, section: str = "models") -> dict:
@@ -126,8 +115,8 @@ def over_the_models() -> str:
         rows.append([report.TITLES[op], str(len(runs)), *cells])
     columns = ["operator", "shapes", "share of the limit", "over torch", "over QuACK"]
     least = models.TRAINING[0]
-    note = f"H200, geometric means; shares of the limit from {least} rows on. {_named(*_SHAPES_OF_MODELS)}"
-    return _table_of(columns, rows, note)
+    note = f"H200, geometric means; shares of the limit from {least} rows on. {named(*_SHAPES_OF_MODELS)}"
+    return table_of(columns, rows, note)
 
 
 def _behind(cases: dict) -> dict:
@@ -159,7 +148,7 @@ def slower() -> str:
         speed = f"{verdict.measured:.2f}"
         rows.append([title, f"{case.m} x {case.n}", case.dtype, speed, PEERS.get(best, best)])
     columns = ["operator", "rows", "dtype", "speed over the other's", "other"]
-    return _table_of(columns, rows, f"H200. {_named(*_SHAPES_OF_MODELS, IN_PLACE)}", labels=3)
+    return table_of(columns, rows, f"H200. {named(*_SHAPES_OF_MODELS, IN_PLACE)}", align="lllrl")
 
 
 def host() -> str:
@@ -176,20 +165,14 @@ def host() -> str:
             cells.append(f"{taken['gander.compile'] / taken['torch.compile']:.2f}")
             rows.append([gpu, report.TITLES[record["op"]], record["mode"], *cells])
     columns = ["GPU", "function", "call", "gander, us", "torch, us", "QuACK, us", "gander / torch"]
-    note = f"4 x 256 bfloat16 tensors. {_named(*_HOST.values())}"
-    return _table_of([*columns, "both compiled"], rows, note, labels=3)
+    note = f"4 x 256 bfloat16 tensors. {named(*_HOST.values())}"
+    return table_of([*columns, "both compiled"], rows, note, align="lllr")
 
 
 def host_us(op: str, who: str = "gander", gpu: str = "H200", mode: str = "forward") -> str:
     """The host's microseconds of a call on a 4 x 256 tensor."""
     (found,) = points_of(op, _HOST[gpu], "host", mode=mode)
     return f"{found['results'][who]['us']:.1f}"
-
-
-def first_call(op: str = "softmax") -> str:
-    """The milliseconds of a call on a shape that the process has not seen, the median of six."""
-    (found,) = report.of(records_of(GRID), "load")
-    return f"{statistics.median(found['results']['gander'][op]['new']):.2f}"
 
 
 def few(m: int = 4, file: str = GRID) -> str:
@@ -203,25 +186,7 @@ def few(m: int = 4, file: str = GRID) -> str:
     if not rows:
         raise LookupError(f"{file}.jsonl has no few rows of M = {m}")
     columns = ["operator", "rows", "gander, us", "QuACK, us", "torch, us", "limit, us"]
-    return _table_of(columns, rows, f"{card(file)}, bfloat16. {_named(file)}", labels=2)
-
-
-def step_times() -> str:
-    """A table of the microseconds of cross-entropy and its backward, by what is wanted of it."""
-    names = {
-        "gander": "gander",
-        "gander-upstream": "`upstream=`",
-        "gander-remember": "`remember=True`",
-        "gander-two-passes": "`one_pass=False`",
-        "torch": "torch",
-    }
-    rows = []
-    for p in report.of(records_of(STEP), "step"):
-        if p["mode"] in ("backward", "a quarter", "scaled"):
-            taken = [f"{p['results'][name]['us']:.0f}" for name in names]
-            rows.append([f"`{report._STEPS[p['mode']]}`", *taken])
-    note = f"us on an {card(STEP)}, {p['m']} x {p['n']} {p['dtype']}. {_named(STEP)}"
-    return _table_of(["step", *names.values()], rows, note)
+    return table_of(columns, rows, f"{card(file)}, bfloat16. {named(file)}", align="llr")
 
 
 def training(file: str, model: str = "small") -> str:
@@ -239,7 +204,7 @@ def training(file: str, model: str = "small") -> str:
     size = report.train_title(found).split(",")[0].removeprefix("Training ")
     note = f"{card(file)}, {size}, {first['batch']} x {first['sequence']} tokens, {first['dtype']}"
     columns = ["contestant", "ms a step", "GiB", "compiled: ms a step", "GiB"]
-    return _table_of(columns, rows, f"{note}. {_named(file)}")
+    return table_of(columns, rows, f"{note}. {named(file)}")
 
 
 _CPUS = {"Intel Xeon": "cpu-xeon-2-threads-5b9b1e1", "AMD EPYC": "cpu-2-threads-fece478"}
@@ -269,8 +234,8 @@ def cpus(n: int = 4096) -> str:
         rows.append([title, *cells])
     columns = [f"over {over}, {name}" for over in ("torch", "torch.compile") for name in _CPUS]
     threads = records_of(next(iter(_CPUS.values())))[-1]["environment"]["threads"]
-    note = f"{threads} threads, AVX-512, rows of {n}. {_named(*_CPUS.values())}"
-    return _table_of(["", *columns], rows, note)
+    note = f"{threads} threads, AVX-512, rows of {n}. {named(*_CPUS.values())}"
+    return table_of(["", *columns], rows, note)
 
 
 def invariance() -> str:
@@ -288,7 +253,7 @@ def invariance() -> str:
             [report.TITLES[op], *("" if None in pair else f"{pair[0] / pair[1]:.2f}" for pair in both)]
         )
     columns = ["operator", *(f"{m} x {n}" for m, n in shapes)]
-    return _table_of(columns, rows, f"{card()}, bfloat16, times the call without it. {_named(GRID)}")
+    return table_of(columns, rows, f"{card()}, bfloat16, times the call without it. {named(GRID)}")
 
 
 def auto_is_best(within: float = 1.03) -> str:

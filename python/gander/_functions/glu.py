@@ -41,14 +41,7 @@ def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.swiglu(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 3.0]))
         tensor([0.0000, 2.1932])
     """
-    round_activation = casting_mode is not None and rounds(casting_mode)
-    ops = BACKENDS.get(type(gate)) or backend_of(gate)
-    if ops is None:
-        return overridden(swiglu, locals())
-    try:
-        return ops.glu(gate, up, round_activation=round_activation)
-    except FAILURES as error:
-        raise ops.explained(error, gate=gate, up=up) from None
+    return _of_two(swiglu, gate, up, casting_mode)
 
 
 def geglu(
@@ -81,14 +74,7 @@ def geglu(
         tensor([0.0000, 2.5240])
     """
     tanh = bool(code_of("approximate", approximate, _APPROXIMATIONS))
-    round_activation = casting_mode is not None and rounds(casting_mode)
-    ops = BACKENDS.get(type(gate)) or backend_of(gate)
-    if ops is None:
-        return overridden(geglu, locals())
-    try:
-        return ops.glu(gate, up, gelu=True, tanh=tanh, round_activation=round_activation)
-    except FAILURES as error:
-        raise ops.explained(error, gate=gate, up=up) from None
+    return _of_two(geglu, gate, up, casting_mode, approximate, gelu=True, tanh=tanh)
 
 
 def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
@@ -160,12 +146,33 @@ def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
     return _packed(gelu_tanh_and_mul, x, casting_mode, gelu=True, tanh=True)
 
 
-def _packed(function: Any, x: A, casting_mode: CastingMode | None, **activation: bool) -> A:
-    round_activation = casting_mode is not None and rounds(casting_mode)
+def _of_two(
+    function: Any,
+    gate: A,
+    up: Array,
+    casting_mode: CastingMode | None,
+    approximate: Approximation = "none",  # for overridden, which passes on what the caller gave
+    gelu: bool = False,
+    tanh: bool = False,
+) -> A:
+    round_activation = rounds(casting_mode)
+    ops = BACKENDS.get(type(gate)) or backend_of(gate)
+    if ops is None:
+        return overridden(function, locals())
+    try:
+        return ops.glu(gate, up, gelu, tanh, round_activation)
+    except FAILURES as error:
+        raise ops.explained(error, gate=gate, up=up) from None
+
+
+def _packed(
+    function: Any, x: A, casting_mode: CastingMode | None, gelu: bool = False, tanh: bool = False
+) -> A:
+    round_activation = rounds(casting_mode)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
-        return overridden(function, dict(x=x, casting_mode=casting_mode))
+        return overridden(function, locals())
     try:
-        return ops.packed_glu(x, round_activation=round_activation, **activation)
+        return ops.packed_glu(x, gelu, tanh, round_activation)
     except FAILURES as error:
         raise ops.explained(error, x=x) from None

@@ -20,7 +20,7 @@ def epsilon(x: Any) -> float:
 
 
 def rounds(casting_mode: Any) -> bool:
-    """The operators' option round_normalized."""
+    """The operators' options round_normalized and round_activation."""
     return casting_mode is not None and not code_of("casting_mode", casting_mode, ("llama",), "None or ")
 
 

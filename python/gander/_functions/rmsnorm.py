@@ -144,7 +144,7 @@ def rmsnorm(
                 algorithm=code,
                 batch_invariant=batch_invariant,
                 weight_offset=weight_offset,
-                round_normalized=casting_mode is not None and rounds(casting_mode),
+                round_normalized=rounds(casting_mode),
             )[0]
         check_flags(prenorm=prenorm)
         options = eps, code, batch_invariant, weight_offset, casting_mode
@@ -174,7 +174,7 @@ def _rmsnorm(
     eps, algorithm, batch_invariant, weight_offset, casting_mode = options
     if weight is None and bias is not None:
         weight = weight_for(ops, x, bias, weight_offset)
-    round_normalized = casting_mode is not None and rounds(casting_mode)
+    round_normalized = rounds(casting_mode)
     out_dtype = None if out_dtype is None else ops.dtype(out_dtype, "out_dtype")
     adds = False
     if residual is not None or residual_dtype is not None:
@@ -358,7 +358,7 @@ def rmsnorm_bwd(
             algorithm=code,
             batch_invariant=batch_invariant,
             weight_offset=weight_offset,
-            round_normalized=casting_mode is not None and rounds(casting_mode),
+            round_normalized=rounds(casting_mode),
         )
     except FAILURES as error:
         names = {"residual_dtype": "dresidual_out"}

@@ -37,8 +37,7 @@ def stands_for_tensor(x) -> bool:
 def nested(name: str) -> NotImplementedError:
     """The refusal of a nested tensor."""
     return NotImplementedError(
-        f"{name} is a nested tensor, expected a dense one; or call gander.nn.functional, which leaves it to "
-        "torch"
+        f"{name} is a nested tensor, expected a dense one; pass each tensor of {name}.unbind()"
     )
 
 
