@@ -31,8 +31,8 @@ func (c rotaryCase) normalized(x, weight []float64) (y, rstd []float64) {
 	return y, rstd
 }
 
-// gradients are those of heads and of their weight, for a gradient of what they become. The sizes are of what is
-// added up.
+// gradients are those of heads and of their weight, for a gradient of what they become. The sizes are of what
+// is added up.
 func (c rotaryCase) gradients(
 	x, weight, dy []float64, heads int64, cos, sin []float64,
 ) (dx, dw, sizeDX, sizeDW []float64) {
