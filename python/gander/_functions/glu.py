@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .._backend import BACKENDS, backend_of
+from .._words import check_flags
 from .arguments import FAILURES, A, Array, code_of, overridden
 from .norms import CastingMode, rounds
 
@@ -13,7 +14,9 @@ Approximation = Literal["none", "tanh"]
 _APPROXIMATIONS: tuple[Approximation, ...] = ("none", "tanh")
 
 
-def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
+def swiglu(
+    gate: A, up: Array, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False
+) -> A:
     """SwiGLU, silu(gate) * up, differentiable in both.
 
     y = gate * sigmoid(gate) * up for each element: Shazeer, "GLU Variants Improve Transformer", 2020. It is
@@ -27,6 +30,11 @@ def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
         up: What the activation multiplies, of gate's shape and dtype.
         casting_mode: "llama" rounds silu(gate) to gate's dtype before it is multiplied. Then y has the bits
             that torch's two operators have where their sigmoid has them, and gradients are rounded likewise.
+        inplace_backward: Backward writes the gradients over gate and up, which saves two tensors of their
+            size. They must not be used afterwards: autograd refuses a backward pass that still needs them.
+            Ignored inside torch.compile and torch.func, under hooks on saved tensors, where autograd does not
+            see that they were written, and where one of them needs no gradient, is expanded, is a leaf or a
+            view of one, or lies among the other's rows (silu_and_mul writes over both). Torch tensors only.
 
     Returns:
         y, contiguous, with the shape and dtype of gate.
@@ -42,17 +50,24 @@ def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
         tensor([0.0000, 2.1932])
     """
     round_activation = casting_mode is not None and rounds(casting_mode)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(gate)) or backend_of(gate)
     if ops is None:
         return overridden(swiglu, locals())
     try:
-        return ops.glu(gate, up, round_activation=round_activation)
+        return ops.glu(gate, up, round_activation=round_activation, inplace_backward=inplace_backward)
     except FAILURES as error:
         raise ops.explained(error, gate=gate, up=up) from None
 
 
 def geglu(
-    gate: A, up: Array, approximate: Approximation = "none", *, casting_mode: CastingMode | None = None
+    gate: A,
+    up: Array,
+    approximate: Approximation = "none",
+    *,
+    casting_mode: CastingMode | None = None,
+    inplace_backward: bool = False,
 ) -> A:
     """GEGLU, gelu(gate) * up, differentiable in both.
 
@@ -66,6 +81,7 @@ def geglu(
         up: As in swiglu.
         approximate: "none" or "tanh", as in torch.nn.functional.gelu.
         casting_mode: As in swiglu, of gelu(gate).
+        inplace_backward: As in swiglu.
 
     Returns:
         y, contiguous, with the shape and dtype of gate.
@@ -82,21 +98,31 @@ def geglu(
     """
     tanh = bool(code_of("approximate", approximate, _APPROXIMATIONS))
     round_activation = casting_mode is not None and rounds(casting_mode)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(gate)) or backend_of(gate)
     if ops is None:
         return overridden(geglu, locals())
     try:
-        return ops.glu(gate, up, gelu=True, tanh=tanh, round_activation=round_activation)
+        return ops.glu(
+            gate,
+            up,
+            gelu=True,
+            tanh=tanh,
+            round_activation=round_activation,
+            inplace_backward=inplace_backward,
+        )
     except FAILURES as error:
         raise ops.explained(error, gate=gate, up=up) from None
 
 
-def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """swiglu of the two halves of each row, differentiable: silu(x[..., :N / 2]) * x[..., N / 2:].
 
     Args:
         x: (..., N), N even, else as swiglu's gate. The halves are not copied.
         casting_mode: As in swiglu.
+        inplace_backward: As in swiglu: backward writes the gradient over x.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -111,15 +137,16 @@ def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.silu_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.1932])
     """
-    return _packed(silu_and_mul, x, casting_mode)
+    return _packed(silu_and_mul, x, casting_mode, inplace_backward)
 
 
-def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """geglu of the two halves of each row, differentiable: gelu(x[..., :N / 2]) * x[..., N / 2:].
 
     Args:
         x: As in silu_and_mul.
         casting_mode: As in swiglu.
+        inplace_backward: As in silu_and_mul.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -134,15 +161,16 @@ def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.gelu_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.5240])
     """
-    return _packed(gelu_and_mul, x, casting_mode, gelu=True)
+    return _packed(gelu_and_mul, x, casting_mode, inplace_backward, gelu=True)
 
 
-def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """gelu_and_mul with geglu's approximate="tanh".
 
     Args:
         x: As in silu_and_mul.
         casting_mode: As in swiglu.
+        inplace_backward: As in silu_and_mul.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -157,15 +185,21 @@ def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.gelu_tanh_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.5236])
     """
-    return _packed(gelu_tanh_and_mul, x, casting_mode, gelu=True, tanh=True)
+    return _packed(gelu_tanh_and_mul, x, casting_mode, inplace_backward, gelu=True, tanh=True)
 
 
-def _packed(function: Any, x: A, casting_mode: CastingMode | None, **activation: bool) -> A:
+def _packed(
+    function: Any, x: A, casting_mode: CastingMode | None, inplace_backward: bool, **activation: bool
+) -> A:
     round_activation = casting_mode is not None and rounds(casting_mode)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
-        return overridden(function, dict(x=x, casting_mode=casting_mode))
+        return overridden(function, dict(x=x, casting_mode=casting_mode, inplace_backward=inplace_backward))
     try:
-        return ops.packed_glu(x, round_activation=round_activation, **activation)
+        return ops.packed_glu(
+            x, round_activation=round_activation, inplace_backward=inplace_backward, **activation
+        )
     except FAILURES as error:
         raise ops.explained(error, x=x) from None
