@@ -8,6 +8,8 @@ var (
 		Doc: "how a GPU processes the rows"}
 	batchInvariant = Option{Name: "batch_invariant", Type: Flag,
 		Doc: "a row's bits do not depend on how many rows there are"}
+	inplaceBackward = Option{Name: "inplace_backward", Type: Flag,
+		Doc: "backward writes the gradients over the arguments that they are for"}
 )
 
 // Operands of several operators.
@@ -264,7 +266,8 @@ var Table = []Group{
 					"act(v) is v * sigmoid(v), or with gelu v times the normal distribution's share below v.",
 				Operands: []Operand{gate, up,
 					{Name: "y", Shape: Rows, DType: Same, Like: "gate", Output: true, Over: []string{"gate", "up"}}},
-				Torch: []Torch{{Name: "glu", Results: []string{"y"}, Backward: "glu_bwd"}},
+				Torch: []Torch{{Name: "glu", Results: []string{"y"}, Extra: []Option{inplaceBackward},
+					Backward: "glu_bwd"}},
 			},
 			{
 				Name: "backward", Owned: "gander_glu_grad", Refuses: true,
@@ -290,7 +293,8 @@ var Table = []Group{
 				Doc: "glu_forward of the two halves of each row: y = act(x[:N / 2]) * x[N / 2:].",
 				Operands: []Operand{x,
 					{Name: "y", Shape: HalfRows, DType: Same, Like: "x", Output: true}},
-				Torch: []Torch{{Name: "packed_glu", Results: []string{"y"}, Backward: "packed_glu_bwd"}},
+				Torch: []Torch{{Name: "packed_glu", Results: []string{"y"}, Extra: []Option{inplaceBackward},
+					Backward: "packed_glu_bwd"}},
 			},
 			{
 				Name: "backward", Owned: "gander_packed_glu_grad", Refuses: true,
@@ -478,7 +482,7 @@ var Table = []Group{
 					{Name: "cross_entropy", Results: []string{"loss", "lse"}, OnDemand: []string{"lse"}, Packed: true,
 						Without: []string{"one_pass"},
 						Extra: []Option{
-							{Name: "inplace_backward", Type: Flag, Doc: "backward writes the gradient over x"},
+							inplaceBackward,
 							{Name: "one_pass", Type: Flag, Torch: -1,
 								Doc: "whether forward also computes the gradient; None decides by x's size"},
 						},

@@ -393,7 +393,9 @@ REFUSED_HERE = [
         "arrays have no such option",
         ("True", "NumPy's True"),
         "numpy:cross_entropy.inplace_backward numpy:cross_entropy.inplace_backward+ "
-        "numpy:cross_entropy_bwd.inplace_backward",
+        "numpy:cross_entropy_bwd.inplace_backward numpy:swiglu.inplace_backward numpy:geglu.inplace_backward "
+        "numpy:silu_and_mul.inplace_backward numpy:gelu_and_mul.inplace_backward "
+        "numpy:gelu_tanh_and_mul.inplace_backward",
     ),
 ]
 

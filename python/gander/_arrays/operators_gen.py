@@ -60,7 +60,7 @@ def l2norm_bwd(x: Any, dy: Any, rnorm: Any, batch_invariant: bool = False) -> An
     return call("l2norm_bwd", locals())
 
 
-def glu(gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+def glu(gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
     """gander_glu_forward: returns y."""
     return call("glu", locals())
 
@@ -75,7 +75,7 @@ def glu_bwd_(gate: Any, up: Any, dy: Any, gelu: bool = False, tanh: bool = False
     return call("glu_bwd_", locals())
 
 
-def packed_glu(x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+def packed_glu(x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
     """gander_packed_glu_forward: returns y."""
     return call("packed_glu", locals())
 

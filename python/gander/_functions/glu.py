@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .._backend import BACKENDS, backend_of
+from .._words import check_flags
 from .arguments import FAILURES, A, Array, code_of, overridden
 from .norms import CastingMode, rounds
 
@@ -13,7 +14,9 @@ Approximation = Literal["none", "tanh"]
 _APPROXIMATIONS: tuple[Approximation, ...] = ("none", "tanh")
 
 
-def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
+def swiglu(
+    gate: A, up: Array, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False
+) -> A:
     """SwiGLU, silu(gate) * up, differentiable in both.
 
     y = gate * sigmoid(gate) * up for each element: Shazeer, "GLU Variants Improve Transformer", 2020. It is
@@ -27,6 +30,11 @@ def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
         up: What the activation multiplies, of gate's shape and dtype.
         casting_mode: "llama" rounds silu(gate) to gate's dtype before it is multiplied. Then y has the bits
             that torch's two operators have where their sigmoid has them, and gradients are rounded likewise.
+        inplace_backward: Backward writes the gradients over gate and up, which saves two tensors of their
+            size. They must not be used afterwards: autograd refuses a backward pass that still needs them.
+            Ignored inside torch.compile and torch.func, under hooks on saved tensors, where autograd does not
+            see that they were written, and where one of them needs no gradient, is expanded, is a leaf or a
+            view of one, or lies among the other's rows (silu_and_mul writes over both). Torch tensors only.
 
     Returns:
         y, contiguous, with the shape and dtype of gate.
@@ -41,11 +49,16 @@ def swiglu(gate: A, up: Array, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.swiglu(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 3.0]))
         tensor([0.0000, 2.1932])
     """
-    return _of_two(swiglu, gate, up, casting_mode)
+    return _of_two(swiglu, gate, up, casting_mode, inplace_backward)
 
 
 def geglu(
-    gate: A, up: Array, approximate: Approximation = "none", *, casting_mode: CastingMode | None = None
+    gate: A,
+    up: Array,
+    approximate: Approximation = "none",
+    *,
+    casting_mode: CastingMode | None = None,
+    inplace_backward: bool = False,
 ) -> A:
     """GEGLU, gelu(gate) * up, differentiable in both.
 
@@ -59,6 +72,7 @@ def geglu(
         up: As in swiglu.
         approximate: "none" or "tanh", as in torch.nn.functional.gelu.
         casting_mode: As in swiglu, of gelu(gate).
+        inplace_backward: As in swiglu.
 
     Returns:
         y, contiguous, with the shape and dtype of gate.
@@ -74,15 +88,16 @@ def geglu(
         tensor([0.0000, 2.5240])
     """
     tanh = bool(code_of("approximate", approximate, _APPROXIMATIONS))
-    return _of_two(geglu, gate, up, casting_mode, approximate, gelu=True, tanh=tanh)
+    return _of_two(geglu, gate, up, casting_mode, inplace_backward, approximate, gelu=True, tanh=tanh)
 
 
-def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """swiglu of the two halves of each row, differentiable: silu(x[..., :N / 2]) * x[..., N / 2:].
 
     Args:
         x: (..., N), N even, else as swiglu's gate. The halves are not copied.
         casting_mode: As in swiglu.
+        inplace_backward: As in swiglu: backward writes the gradient over x.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -97,15 +112,16 @@ def silu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.silu_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.1932])
     """
-    return _packed(silu_and_mul, x, casting_mode)
+    return _packed(silu_and_mul, x, casting_mode, inplace_backward)
 
 
-def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """geglu of the two halves of each row, differentiable: gelu(x[..., :N / 2]) * x[..., N / 2:].
 
     Args:
         x: As in silu_and_mul.
         casting_mode: As in swiglu.
+        inplace_backward: As in silu_and_mul.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -120,15 +136,16 @@ def gelu_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.gelu_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.5240])
     """
-    return _packed(gelu_and_mul, x, casting_mode, gelu=True)
+    return _packed(gelu_and_mul, x, casting_mode, inplace_backward, gelu=True)
 
 
-def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
+def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None, inplace_backward: bool = False) -> A:
     """gelu_and_mul with geglu's approximate="tanh".
 
     Args:
         x: As in silu_and_mul.
         casting_mode: As in swiglu.
+        inplace_backward: As in silu_and_mul.
 
     Returns:
         y, contiguous, (..., N / 2), of x's dtype.
@@ -143,7 +160,7 @@ def gelu_tanh_and_mul(x: A, *, casting_mode: CastingMode | None = None) -> A:
         >>> gander.gelu_tanh_and_mul(torch.tensor([0.0, 1.0, 3.0, 3.0]))
         tensor([0.0000, 2.5236])
     """
-    return _packed(gelu_tanh_and_mul, x, casting_mode, gelu=True, tanh=True)
+    return _packed(gelu_tanh_and_mul, x, casting_mode, inplace_backward, gelu=True, tanh=True)
 
 
 def _of_two(
@@ -151,28 +168,38 @@ def _of_two(
     gate: A,
     up: Array,
     casting_mode: CastingMode | None,
+    inplace_backward: bool,
     approximate: Approximation = "none",  # for overridden, which passes on what the caller gave
     gelu: bool = False,
     tanh: bool = False,
 ) -> A:
     round_activation = rounds(casting_mode)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(gate)) or backend_of(gate)
     if ops is None:
         return overridden(function, locals())
     try:
-        return ops.glu(gate, up, gelu, tanh, round_activation)
+        return ops.glu(gate, up, gelu, tanh, round_activation, inplace_backward)
     except FAILURES as error:
         raise ops.explained(error, gate=gate, up=up) from None
 
 
 def _packed(
-    function: Any, x: A, casting_mode: CastingMode | None, gelu: bool = False, tanh: bool = False
+    function: Any,
+    x: A,
+    casting_mode: CastingMode | None,
+    inplace_backward: bool,
+    gelu: bool = False,
+    tanh: bool = False,
 ) -> A:
     round_activation = rounds(casting_mode)
+    if type(inplace_backward) is not bool:
+        check_flags(inplace_backward=inplace_backward)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(function, locals())
     try:
-        return ops.packed_glu(x, gelu, tanh, round_activation)
+        return ops.packed_glu(x, gelu, tanh, round_activation, inplace_backward)
     except FAILURES as error:
         raise ops.explained(error, x=x) from None

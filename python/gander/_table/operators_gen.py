@@ -717,13 +717,14 @@ TORCH = {
     ),
     "glu": TorchOperator(
         operator="glu_forward",
-        schema="glu(Tensor gate, Tensor up, bool gelu=False, bool tanh=False, bool round_activation=False) -> Tensor",
+        schema="glu(Tensor gate, Tensor up, bool gelu=False, bool tanh=False, bool round_activation=False, bool inplace_backward=False) -> Tensor",
         arguments=(
             Argument("gate", "tensor"),
             Argument("up", "tensor"),
             Argument("gelu", "option", type="flag"),
             Argument("tanh", "option", type="flag"),
             Argument("round_activation", "option", type="flag"),
+            Argument("inplace_backward", "extra", type="flag"),
         ),
         results=("y",),
         backward="glu_bwd",
@@ -758,12 +759,13 @@ TORCH = {
     ),
     "packed_glu": TorchOperator(
         operator="packed_glu_forward",
-        schema="packed_glu(Tensor x, bool gelu=False, bool tanh=False, bool round_activation=False) -> Tensor",
+        schema="packed_glu(Tensor x, bool gelu=False, bool tanh=False, bool round_activation=False, bool inplace_backward=False) -> Tensor",
         arguments=(
             Argument("x", "tensor"),
             Argument("gelu", "option", type="flag"),
             Argument("tanh", "option", type="flag"),
             Argument("round_activation", "option", type="flag"),
+            Argument("inplace_backward", "extra", type="flag"),
         ),
         results=("y",),
         backward="packed_glu_bwd",

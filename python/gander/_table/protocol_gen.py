@@ -47,7 +47,7 @@ class Operators(Protocol):
         """gander_l2norm_backward: returns dx."""
         ...
 
-    def glu(self, gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    def glu(self, gate: Any, up: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
         """gander_glu_forward: returns y."""
         ...
 
@@ -59,7 +59,7 @@ class Operators(Protocol):
         """gander_glu_backward: returns nothing."""
         ...
 
-    def packed_glu(self, x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+    def packed_glu(self, x: Any, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
         """gander_packed_glu_forward: returns y."""
         ...
 

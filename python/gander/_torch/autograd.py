@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
-from torch import Tensor, enable_grad, is_grad_enabled, zeros_like
+from torch import Tensor, enable_grad, is_grad_enabled, no_grad, zeros_like
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -36,6 +36,7 @@ from .._table import (
     upstream,
 )
 from . import fast
+from .eager import are_apart, is_batched, is_eager, is_of_leaf, may_write
 from .registry import complete, overloads, registry, untraced
 
 AFTER = torch._C._after_autograd_keyset
@@ -89,8 +90,36 @@ def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
     return {choice: chosen.get(choice) for choice in choices}
 
 
-def backward(name: str, inputs: list[str]):
+def _written(name: str) -> list[str]:
+    """The arguments that backward of an operator with inplace_backward writes over."""
+    return [*TORCH[f"{TORCH[name].backward}_"].writes]
+
+
+def _over_arguments(gradient_op: str):
+    """A gradient operator that writes the gradients over the arguments that they are for. If the backward
+    pass is recorded or batched, the gradients are new tensors."""
+    names, results = arguments(gradient_op), TORCH[gradient_op].results
+    fresh, in_place = fast.operator(gradient_op), fast.operator(f"{gradient_op}_")
+    into = {output: names.index(argument) for argument, output in TORCH[f"{gradient_op}_"].writes.items()}
+    heads = [names.index(argument) for argument in upstream(gradient_op).values()]
+    count = len(tensors(gradient_op))
+
+    def call(*given):
+        if not all(is_eager(given[at]) and not is_batched(given[at]) for at in heads):
+            return fresh(*given)
+        with no_grad():
+            in_place(*given)
+        sources = [tensor for tensor in given[:count] if tensor is not None]
+        gradients = [once_differentiable(given[into[result]].detach(), *sources) for result in results]
+        return gradients if len(gradients) > 1 else gradients[0]
+
+    return call
+
+
+def backward(name: str, inputs: list[str], in_place: bool = False):
     """backward() of an operator's autograd.Function, whose apply takes `inputs`.
+
+    in_place: it writes the gradients over the arguments, if the gradients of all of them are wanted.
 
     It reads ctx.saved_tensors, in the order of TORCH[name].saved, and ctx.options, the arguments that are not
     tensors. If takes_dtypes(name), it also reads ctx.dtypes, those of the arguments differentiable(name).
@@ -128,8 +157,9 @@ def backward(name: str, inputs: list[str]):
         }
         constants = choices | demands | fixed
         among = [*read(gradient_op), *heads.values(), *constants, *arguments(name)[len(tensors(name)) :]]
+        over_arguments = in_place and wanted.issuperset(_written(name))
         plans[needs, dtypes] = (
-            fast.operator(gradient_op),
+            _over_arguments(gradient_op) if over_arguments else fast.operator(gradient_op),
             itemgetter(*map(among.index, arguments(gradient_op))),
             tuple(constants.values()),
             [(inputs.index(argument), gradients_there.index(source)) for argument, source in sources.items()],
@@ -210,10 +240,11 @@ def forward(name: str):
     return forward
 
 
-def _own(name: str):
+def _own(name: str, in_place: bool = False):
     """The apply of an operator's autograd.Function, whose inputs are a keyset and the arguments. A result
     that the caller did not ask for is a tensor without elements."""
-    apply = apply_of(name, forward(name), backward(name, ["", *arguments(name)]))
+    title = f"{name}_in_place" if in_place else name
+    apply = apply_of(title, forward(name), backward(name, ["", *arguments(name)], in_place))
     results, names, asked = TORCH[name].results, arguments(name), TORCH[name].on_demand
     flags = [names.index(demand(result)) if result in asked else None for result in results]
 
@@ -224,6 +255,33 @@ def _own(name: str):
         )
 
     return apply if len(flags) == 1 else run
+
+
+def apply_in_place(name: str):
+    """The apply of a call with inplace_backward, which may write over its arguments."""
+    return _own(name, in_place=True)
+
+
+def _choose_in_place(name: str):
+    """A choice (see register) between an operator's own Function and that of apply_in_place.
+
+    The latter is for eager calls only: a graph plans its own memory, and its backward cannot write to its
+    inputs. A leaf is not written over, because an optimizer would take the gradient for its value. Neither
+    are arguments that share memory.
+    """
+    apply, flag = apply_in_place(name), arguments(name).index("inplace_backward")
+    places = [arguments(name).index(argument) for argument in _written(name)]
+
+    def choose(own, given):
+        if not given[flag]:
+            return own
+        written = [given[place] for place in places]
+        for tensor in written:
+            if not is_eager(tensor) or not may_write(tensor) or is_of_leaf(tensor):
+                return own
+        return apply if are_apart(written) else own
+
+    return choose
 
 
 def call_below_autograd(overload, keyset, given):
@@ -404,13 +462,17 @@ def register(choices: dict, substitutes: dict) -> None:
     """Registers the Autograd kernels.
 
     choices: by operator, a function that chooses the apply of the autograd.Function for a call that needs a
-    gradient. It takes the apply of the operator's own Function, and all arguments of the call.
+    gradient. It takes the apply of the operator's own Function, and all arguments of the call. Others with
+    inplace_backward have one that follows from the table.
     substitutes: by operator, a function of a call's arguments that returns its result, or None to go on.
     """
     for name in TORCH:
+        choose = choices.get(name)
+        if choose is None and "inplace_backward" in arguments(name):
+            choose = _choose_in_place(name)
         registry.impl(
             name,
-            untraced(_kernel(name, choices.get(name), substitutes.get(name))),
+            untraced(_kernel(name, choose, substitutes.get(name))),
             "Autograd",
             with_keyset=True,
         )

@@ -9,14 +9,13 @@ import threading
 from operator import itemgetter
 
 import torch
-from torch import Tensor, no_grad
-from torch.compiler import is_compiling
-from torch.nn import Parameter
+from torch import no_grad
 
 from .._table import MEAN, NONE, TORCH, arguments, tensors
-from . import fast, inductor, operators_gen
-from .autograd import apply_with, call_below_autograd, once_differentiable
+from . import inductor, operators_gen
+from .autograd import apply_in_place, apply_with, call_below_autograd, once_differentiable
 from .dtensor import rows_are_sharded
+from .eager import is_batched, is_eager, is_traced, may_write
 from .registry import overloads
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -38,17 +37,6 @@ _TAKEN = {
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-def is_batched(dloss):
-    """Whether dloss is batched (vmap, is_grads_batched). Then one tensor does not hold all gradients."""
-    return torch._C._functorch.is_batchedtensor(dloss) or torch._C._functorch.is_legacy_batchedtensor(dloss)
-
-
-def is_traced(dloss):
-    """Whether a backward pass is recorded: by compiled autograd, make_fx or another mode. Or dloss is of a
-    subclass. Then nothing may be written over what was saved."""
-    return is_compiling() or not (is_batched(dloss) or is_eager(dloss))
-
-
 _first = threading.Lock()
 
 
@@ -62,12 +50,6 @@ def is_first_backward(ctx):
 
 
 # ---- In backward: in a separate pass, or in place ----
-
-
-def may_write(x):
-    """Whether backward may write over x. Autograd has to notice that a saved tensor is overwritten, which it
-    does not where hooks pack and unpack it. And no elements may share memory, as an expanded x's do."""
-    return fast.saved_tensors_hooks() is None and 0 not in x.stride()
 
 
 def keep(ctx, values, gradient_op="cross_entropy_bwd", inplace_backward=False):
@@ -145,9 +127,7 @@ def _gradient_one_pass_in_graph(ctx, dloss):
 # ---- The choice ----
 
 
-def _apply(
-    title, compute, operator, gradient_op="cross_entropy_bwd", overload=None, in_place=False, **changed
-):
+def _apply(title, compute, operator, gradient_op="cross_entropy_bwd", overload=None, **changed):
     """The apply of an autograd.Function that runs an operator for cross_entropy, with some arguments changed,
     and keeps what a gradient operator takes. compute(ctx, dloss): dx."""
     overload, names, results = overload or overloads[operator], arguments(operator), TORCH[operator].results
@@ -156,7 +136,7 @@ def _apply(
         values = dict(zip(_ARGUMENTS, given, strict=True)) | changed
         answer = call_below_autograd(overload, keyset, [values[name] for name in names])
         values |= zip(results, answer, strict=True)
-        keep(ctx, values, gradient_op, in_place)
+        keep(ctx, values, gradient_op)
         loss = values["loss"]
         return loss if values["reduction"] == given[_REDUCTION] else loss.sum()
 
@@ -169,7 +149,7 @@ def _apply(
     return run
 
 
-_in_place = _apply("in_place", gradient_of_kept, _NAME, in_place=True, needs_lse=True)
+_in_place = apply_in_place(_NAME)
 _in_one_pass = "cross_entropy_fwd_one_pass", _BWD_ONE_PASS
 _one_pass = _apply("one_pass", _gradient_one_pass, *_in_one_pass)
 _one_pass_in_graph = _apply(
@@ -179,15 +159,6 @@ _one_pass_in_graph = _apply(
 _by_row = _apply(
     "by_row", gradient_of_kept, "cross_entropy_fwd", reduction=NONE, needs_lse=True, needs_dx=False
 )
-
-
-def is_eager(x):
-    return (
-        type(x) in (Tensor, Parameter)
-        and not is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
 
 
 def _has_one_pass(x):

@@ -60,9 +60,9 @@ def l2norm_bwd(x: Tensor, dy: Tensor, rnorm: Tensor, batch_invariant: bool = Fal
     return overloads["l2norm_bwd"](x, dy, rnorm, batch_invariant)
 
 
-def glu(gate: Tensor, up: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+def glu(gate: Tensor, up: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
     """gander_glu_forward: returns y."""
-    return overloads["glu"](gate, up, gelu, tanh, round_activation)
+    return overloads["glu"](gate, up, gelu, tanh, round_activation, inplace_backward)
 
 
 def glu_bwd(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
@@ -75,9 +75,9 @@ def glu_bwd_(gate: Tensor, up: Tensor, dy: Tensor, gelu: bool = False, tanh: boo
     return overloads["glu_bwd_"](gate, up, dy, gelu, tanh, round_activation)
 
 
-def packed_glu(x: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:
+def packed_glu(x: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False, inplace_backward: bool = False) -> Any:
     """gander_packed_glu_forward: returns y."""
-    return overloads["packed_glu"](x, gelu, tanh, round_activation)
+    return overloads["packed_glu"](x, gelu, tanh, round_activation, inplace_backward)
 
 
 def packed_glu_bwd(x: Tensor, dy: Tensor, gelu: bool = False, tanh: bool = False, round_activation: bool = False) -> Any:

@@ -12,7 +12,8 @@ from .._functions.cross_entropy import cross_entropy
 from .._functions.linear_cross_entropy import check_chunks, linear_cross_entropy
 from .._table import REDUCTIONS
 from .._torch import expected_gradient
-from .._torch.cross_entropy import is_eager, takes_one_pass
+from .._torch.cross_entropy import takes_one_pass
+from .._torch.eager import is_eager
 from .._torch.kernels import explained
 from .._torch.tensors import dtype_of, stands_for_tensor
 from .._words import check_flags, number, shown
