@@ -16,6 +16,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "l2norm": ["l2norm"],
     "layernorm": ["layernorm"],
     "swiglu": ["swiglu"],
+    "apply_rotary_emb": ["apply_rotary_emb"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],
