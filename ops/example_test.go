@@ -179,6 +179,34 @@ func ExamplePackedGLUBackward() {
 	// Output: [1.500 2.783 0.000 0.731]
 }
 
+// The tokens of a sequence have one head of two columns, which is turned by 0 and by 90 degrees.
+func ExampleRotary() {
+	q := must(dlpack.FromSlice([]float32{1, 2, 1, 2}, 2, 1, 2)) // tokens, heads, columns
+	cos, sin := rowsOf(1, 1, 0), rowsOf(1, 0, 1)
+	turned, _, err := ops.Rotary(q, nil, cos, sin)
+	show(err, turned)
+	// Output: [1.000 2.000 -2.000 1.000]
+}
+
+// The token at position 1, in place: with Offset, or with one of each sequence in Offsets.
+func ExampleRotaryForward() {
+	q := must(dlpack.FromSlice([]float32{1, 2}, 1, 1, 2))
+	k := must(dlpack.FromSlice([]float32{1, 0, 0, 1}, 1, 2, 2)) // two heads
+	cos, sin := rowsOf(1, 1, 0), rowsOf(1, 0, 1)
+	show(ops.RotaryForward{Q: q, K: k, Cos: cos, Sin: sin, QOut: q, KOut: k, Offset: 1}.Run(nil), q, k)
+	// Output:
+	// [-2.000 1.000]
+	// [0.000 1.000 -1.000 0.000]
+}
+
+// Backward rotates by the negative angles. It needs neither q nor k.
+func ExampleRotaryBackward() {
+	dq := must(dlpack.FromSlice([]float32{-2, 1}, 1, 1, 2))
+	cos, sin := rowsOf(1, 1, 0), rowsOf(1, 0, 1)
+	show(ops.RotaryBackward{DQOut: dq, Cos: cos, Sin: sin, DQ: dq, Offset: 1}.Run(nil), dq)
+	// Output: [1.000 2.000]
+}
+
 // One pass computes the mean loss and its gradient. The second row is ignored.
 func ExampleCrossEntropyForward() {
 	x := rowsOf(2, 0, 0, 5, 5, 0, 0)

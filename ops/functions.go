@@ -7,7 +7,7 @@ import "github.com/gander-go/gander/dlpack"
 
 // Softmax returns exp(x - max x) / sum exp(x - max x) for each row, of x's shape and dtype.
 func Softmax(x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("softmax", x)
+	y, err := newRows("softmax", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -16,7 +16,7 @@ func Softmax(x *dlpack.Tensor) (*dlpack.Tensor, error) {
 
 // LogSoftmax returns the logarithm of Softmax, of x's shape and dtype.
 func LogSoftmax(x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("log_softmax", x)
+	y, err := newRows("log_softmax", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -26,7 +26,7 @@ func LogSoftmax(x *dlpack.Tensor) (*dlpack.Tensor, error) {
 // LogSumExp returns log(sum exp(x)) for each row: x's shape without the last dimension, float32 (float64 for
 // float64).
 func LogSumExp(x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	lse, err := newPerRow("logsumexp", x)
+	lse, err := newPerRow("logsumexp", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -36,7 +36,7 @@ func LogSumExp(x *dlpack.Tensor) (*dlpack.Tensor, error) {
 // RMSNorm returns x / sqrt(mean(x^2) + 1e-6) * weight for each row, of x's shape and dtype. weight has N
 // elements.
 func RMSNorm(x, weight *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("rmsnorm", x)
+	y, err := newRows("rmsnorm", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +46,7 @@ func RMSNorm(x, weight *dlpack.Tensor) (*dlpack.Tensor, error) {
 // LayerNorm returns (x - mean) / sqrt(var(x) + 1e-6) * weight + bias for each row, of x's shape and dtype.
 // weight and bias have N elements.
 func LayerNorm(x, weight, bias *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("layernorm", x)
+	y, err := newRows("layernorm", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +55,7 @@ func LayerNorm(x, weight, bias *dlpack.Tensor) (*dlpack.Tensor, error) {
 
 // L2Norm returns x / sqrt(sum(x^2) + 1e-6) for each row, of x's shape and dtype.
 func L2Norm(x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("l2norm", x)
+	y, err := newRows("l2norm", "x", x)
 	if err != nil {
 		return nil, err
 	}
@@ -64,7 +64,7 @@ func L2Norm(x *dlpack.Tensor) (*dlpack.Tensor, error) {
 
 // SwiGLU returns gate * sigmoid(gate) * up for each element, of gate's shape and dtype, which up has too.
 func SwiGLU(gate, up *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("swiglu", gate)
+	y, err := newRows("swiglu", "gate", gate)
 	if err != nil {
 		return nil, err
 	}
@@ -74,18 +74,34 @@ func SwiGLU(gate, up *dlpack.Tensor) (*dlpack.Tensor, error) {
 // GeGLU returns gate * P(gate) * up for each element, with P the normal distribution, of gate's shape and
 // dtype, which up has too.
 func GeGLU(gate, up *dlpack.Tensor) (*dlpack.Tensor, error) {
-	y, err := newRows("geglu", gate)
+	y, err := newRows("geglu", "gate", gate)
 	if err != nil {
 		return nil, err
 	}
 	return y, GLUForward{Gate: gate, Up: up, Y: y, Gelu: true}.Run(nil)
 }
 
+// Rotary returns q and k, (..., S, H, N), of their shapes and dtype, with each pair (a, b) of a head's
+// elements rotated to (a cos - b sin, b cos + a sin). k may have another number of heads, or be nil, as is
+// then its result. cos and sin are (T, R / 2): token s has row s. Pair i is elements i and i + R / 2. The
+// columns after the first R are copied.
+func Rotary(q, k, cos, sin *dlpack.Tensor) (qOut, kOut *dlpack.Tensor, err error) {
+	if qOut, err = newRows("rotary", "q", q); err != nil {
+		return nil, nil, err
+	}
+	if k != nil {
+		if kOut, err = newRows("rotary", "k", k); err != nil {
+			return nil, nil, err
+		}
+	}
+	return qOut, kOut, RotaryForward{Q: q, K: k, Cos: cos, Sin: sin, QOut: qOut, KOut: kOut}.Run(nil)
+}
+
 // CrossEntropy returns the mean loss of rows of logits x, of one element, float32 (float64 for float64), and
 // its gradient, of x's shape and dtype. target has the class of each row, int32 or int64. Rows of class -100
 // are ignored. Any other that is not in [0, N) makes the loss and the whole gradient NaN: see CheckTargets.
 func CrossEntropy(x, target *dlpack.Tensor) (loss, dx *dlpack.Tensor, err error) {
-	if dx, err = newRows("cross_entropy", x); err != nil {
+	if dx, err = newRows("cross_entropy", "x", x); err != nil {
 		return nil, nil, err
 	}
 	if loss, err = dlpack.New(statisticOf(x)); err != nil {
@@ -124,16 +140,16 @@ func CheckTargets(target *dlpack.Tensor, classes, ignored int64) error {
 }
 
 // newRows makes a host tensor of x's shape and dtype.
-func newRows(op string, x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	if err := checkHost(op, x); err != nil {
+func newRows(op, name string, x *dlpack.Tensor) (*dlpack.Tensor, error) {
+	if err := checkHost(op, name, x); err != nil {
 		return nil, err
 	}
 	return dlpack.New(x.DType, x.Dims()...)
 }
 
 // newPerRow makes a host tensor with a number for each row of x.
-func newPerRow(op string, x *dlpack.Tensor) (*dlpack.Tensor, error) {
-	if err := checkHost(op, x); err != nil {
+func newPerRow(op, name string, x *dlpack.Tensor) (*dlpack.Tensor, error) {
+	if err := checkHost(op, name, x); err != nil {
 		return nil, err
 	}
 	return dlpack.New(statisticOf(x), x.Dims()[:x.Rank()-1]...)
@@ -148,14 +164,14 @@ func statisticOf(x *dlpack.Tensor) dlpack.DType {
 }
 
 // checkHost checks that results of x's shape can be allocated.
-func checkHost(op string, x *dlpack.Tensor) error {
-	if err := CheckRows(op, "x", x); err != nil {
+func checkHost(op, name string, x *dlpack.Tensor) error {
+	if err := CheckRows(op, name, x); err != nil {
 		return err
 	}
 	if !x.Device.Host() {
 		k := check{op: op}
-		k.fail(StatusDevice, "x is on %v, expected host memory, where results are allocated; allocate them on the "+
-			"device and run the operator's struct, such as ops.SoftmaxForward", x.Device)
+		k.fail(StatusDevice, "%s is on %v, expected host memory, where results are allocated; allocate them on "+
+			"the device and run the operator's struct, such as ops.SoftmaxForward", name, x.Device)
 		return k.err
 	}
 	return nil

@@ -42,6 +42,15 @@ func TestFunctionsThatAllocate(t *testing.T) {
 		}
 		gotLoss, gotDX, err := ops.CrossEntropy(x, target)
 		require.NoError(t, err)
+		q, k := view(t, x, 0, []int64{1, 2, 4}, nil), view(t, x, 0, []int64{1, 1, 4}, nil)
+		cos, sin := tensor(t, d, []float64{0.5, -1}, 1, 2), tensor(t, d, []float64{2, 0.25}, 1, 2)
+		turned, kTurned := empty(t, d, 1, 2, 4), empty(t, d, 1, 1, 4)
+		require.NoError(t, ops.RotaryForward{Q: q, K: k, Cos: cos, Sin: sin, QOut: turned, KOut: kTurned}.Run(nil))
+		gotTurned, gotKTurned, err := ops.Rotary(q, k, cos, sin)
+		require.NoError(t, err)
+		alone, none, err := ops.Rotary(q, nil, cos, sin)
+		require.NoError(t, err)
+		assert.Nil(t, none)
 		for _, c := range []struct {
 			want *dlpack.Tensor
 			make func() (*dlpack.Tensor, error)
@@ -56,6 +65,9 @@ func TestFunctionsThatAllocate(t *testing.T) {
 			{lse, func() (*dlpack.Tensor, error) { return ops.LogSumExp(x) }},
 			{loss, func() (*dlpack.Tensor, error) { return gotLoss, nil }},
 			{y["dx"], func() (*dlpack.Tensor, error) { return gotDX, nil }},
+			{turned, func() (*dlpack.Tensor, error) { return gotTurned, nil }},
+			{kTurned, func() (*dlpack.Tensor, error) { return gotKTurned, nil }},
+			{turned, func() (*dlpack.Tensor, error) { return alone, nil }},
 		} {
 			got, err := c.make()
 			require.NoError(t, err)
@@ -72,13 +84,16 @@ func TestFunctionsRefuse(t *testing.T) {
 		dlpack.Device{Type: dlpack.CUDA}, dlpack.Float32, shape, nil)
 	require.NoError(t, err)
 	for name, run := range map[string]func(x *dlpack.Tensor) error{
-		"softmax":     func(x *dlpack.Tensor) error { _, err := ops.Softmax(x); return err },
-		"log_softmax": func(x *dlpack.Tensor) error { _, err := ops.LogSoftmax(x); return err },
-		"logsumexp":   func(x *dlpack.Tensor) error { _, err := ops.LogSumExp(x); return err },
-		"rmsnorm":     func(x *dlpack.Tensor) error { _, err := ops.RMSNorm(x, nil); return err },
-		"layernorm":   func(x *dlpack.Tensor) error { _, err := ops.LayerNorm(x, nil, nil); return err },
-		"l2norm":      func(x *dlpack.Tensor) error { _, err := ops.L2Norm(x); return err },
-		"cross_entropy": func(x *dlpack.Tensor) error {
+		"softmax: x":     func(x *dlpack.Tensor) error { _, err := ops.Softmax(x); return err },
+		"log_softmax: x": func(x *dlpack.Tensor) error { _, err := ops.LogSoftmax(x); return err },
+		"logsumexp: x":   func(x *dlpack.Tensor) error { _, err := ops.LogSumExp(x); return err },
+		"rmsnorm: x":     func(x *dlpack.Tensor) error { _, err := ops.RMSNorm(x, nil); return err },
+		"layernorm: x":   func(x *dlpack.Tensor) error { _, err := ops.LayerNorm(x, nil, nil); return err },
+		"l2norm: x":      func(x *dlpack.Tensor) error { _, err := ops.L2Norm(x); return err },
+		"swiglu: gate":   func(x *dlpack.Tensor) error { _, err := ops.SwiGLU(x, x); return err },
+		"geglu: gate":    func(x *dlpack.Tensor) error { _, err := ops.GeGLU(x, x); return err },
+		"rotary: q":      func(x *dlpack.Tensor) error { _, _, err := ops.Rotary(x, nil, x, x); return err },
+		"cross_entropy: x": func(x *dlpack.Tensor) error {
 			_, _, err := ops.CrossEntropy(x, tensor(t, dlpack.Int64, []float64{0, 0}, 2))
 			return err
 		},
@@ -86,7 +101,7 @@ func TestFunctionsRefuse(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			err := run(device)
 			assert.ErrorIs(t, err, ops.StatusDevice)
-			assert.ErrorContains(t, err, name+": x is on cuda:0, expected host memory")
+			assert.ErrorContains(t, err, name+" is on cuda:0, expected host memory")
 			assert.ErrorIs(t, run(nil), ops.StatusNull)
 			assert.ErrorIs(t, run(tensor(t, dlpack.Int32, make([]float64, 6), 2, 3)), ops.StatusDType)
 		})

@@ -181,7 +181,81 @@ GLU = {
     "swiglu_forward": Operator("rrw", _glu_inputs, lambda *inputs: (_swiglu(*inputs),)),
     "swiglu_backward": Operator("rrrww", _glu_backward_inputs, _swiglu_backward, (), 2),
 }
-COMPARED = OPERATORS | NORMS | GLU
+
+
+def _heads(m, n, dtype, device):
+    """Heads of m tokens, of queries and of keys, which have n elements for each token together. Models have
+    heads of 128 elements, mostly 32 of queries, and fewer of keys."""
+    columns = math.gcd(n, 128)
+    queries = min(32, n // columns - 1)
+    return tuple(
+        torch.randn(m, heads, columns, dtype=dtype, device=device)
+        for heads in (queries, n // columns - queries)
+    )
+
+
+def _rotary_inputs(m, n, dtype, device, *, partial=False, interleaved=False):
+    """Tables have a number for each element, as transformers makes them."""
+    q, k = _heads(m, n, dtype, device)
+    pairs = q.shape[-1] // (4 if partial else 2)
+    frequencies = 1e4 ** -(torch.arange(pairs, device=device) / pairs)
+    angles = torch.arange(m, device=device).unsqueeze(-1) * frequencies
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _as_in_models(function, **options):
+    """A function of heads (1, H, S, D) that are transposed views, and of tables (1, S, R), as transformers
+    calls it, for heads (S, H, D) and tables (S, R)."""
+
+    def call(q, k, cos, sin):
+        turned = function(*(x.transpose(0, 1)[None] for x in (q, k)), cos[None], sin[None], **options)
+        return tuple(y[0].transpose(0, 1) for y in turned)
+
+    return call
+
+
+def _rotary(q, k, cos, sin, interleaved=False):
+    """The formula of transformers."""
+    cos, sin, rotated = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+
+    def rotate(x):
+        head, rest = x[..., :rotated], x[..., rotated:]
+        if interleaved:
+            turned = torch.stack((-head[..., 1::2], head[..., ::2]), -1).flatten(-2)
+        else:
+            turned = torch.cat((-head[..., rotated // 2 :], head[..., : rotated // 2]), -1)
+        y = head * cos + turned * sin
+        return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+    return rotate(q), rotate(k)
+
+
+def _rotary_backward(q, k, cos, sin, interleaved=False):
+    """Rotates gradients back. Both elements of a pair have the same angle."""
+    return _rotary(q, k, cos, -sin, interleaved)
+
+
+# Rotary position embeddings, which the section `rotary` compares. By name: what is another than in Llama.
+_ROTARY = {"rotary": {}, "rotary_partial": {"partial": True}, "rotary_interleaved": {"interleaved": True}}
+
+
+def _of_rotary(direction, operator):
+    """By name, what operator(interleaved) gives for each kind of embeddings."""
+    return {f"{name}_{direction}": operator("interleaved" in kind) for name, kind in _ROTARY.items()}
+
+
+ROTARY = {
+    f"{name}_{direction}": Operator(
+        "rw",
+        functools.partial(_rotary_inputs, **kind),
+        _as_in_models(function, interleaved="interleaved" in kind),
+        checked=2,
+    )
+    for direction, function in (("forward", _rotary), ("backward", _rotary_backward))
+    for name, kind in _ROTARY.items()
+}
+COMPARED = OPERATORS | NORMS | GLU | ROTARY
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -334,6 +408,14 @@ def _torch_layernorm_backward(x, weight, dout, rstd, mean):
     return functools.partial(operator, dout, x, shape, mean, rstd, *parameters, [True] * 3)
 
 
+def _torch_rotary_backward(interleaved):
+    def prepare(dq, dk, cos, sin):
+        function = _as_in_models(_rotary, interleaved=interleaved)
+        return _backward_of(lambda q, k: function(q, k, cos, sin), (dq, dk), (dq, dk))
+
+    return prepare
+
+
 def _losses(x, target):
     return F.cross_entropy(x, target, reduction="none")
 
@@ -369,7 +451,9 @@ def _torch():
             "swiglu_forward": _tuple(_swiglu),
             "swiglu_backward": lambda gate, up, dy: _backward_of(_swiglu, (gate, up), dy),
             "fused_add_rmsnorm": _in_place(_add_rmsnorm_in_place),
-        },
+        }
+        | _of_rotary("forward", lambda i: _direct(_as_in_models(_rotary, interleaved=i)))
+        | _of_rotary("backward", _torch_rotary_backward),
     )
 
 
@@ -462,8 +546,15 @@ def _torch_compile():
             "swiglu_forward": _compiled(lambda *inputs: (_swiglu(*inputs),)),
             "swiglu_backward": _compiled(_float_swiglu_backward),
             "fused_add_rmsnorm": _compiled_in_place(_add_rmsnorm_in_place),
-        },
+        }
+        | _of_rotary("forward", lambda i: _compiled(_as_in_models(_rotary, interleaved=i)))
+        | _of_rotary("backward", lambda i: _compiled(_as_in_models(_rotary_backward, interleaved=i))),
     )
+
+
+def _gander_rotary_backward(interleaved):
+    options = {"interleaved": interleaved, "per_element": True, "needs_dk": True}
+    return _direct(functools.partial(torch.ops.gander.rotary_bwd, **options))
 
 
 def _gander():
@@ -497,7 +588,9 @@ def _gander():
             "swiglu_forward": _tuple(gander.swiglu),
             "swiglu_backward": _direct(torch.ops.gander.glu_bwd),
             "fused_add_rmsnorm": _in_place(functools.partial(gander.fused_add_rmsnorm, eps=EPS)),
-        },
+        }
+        | _of_rotary("forward", lambda i: _direct(_as_in_models(gander.rotary, interleaved=i)))
+        | _of_rotary("backward", _gander_rotary_backward),
     )
 
 
@@ -584,6 +677,7 @@ def _quack():
     from quack.cross_entropy import cross_entropy_fwd
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
+    from quack.rotary import apply_rotary
     from quack.softmax import softmax_bwd, softmax_fwd
 
     def rmsnorm_residual(x, residual, weight):
@@ -597,6 +691,17 @@ def _quack():
     def layernorm_forward(x, weight, bias):
         # It takes weights and biases of float32 alone.
         return _tuple(functools.partial(layernorm_fwd, eps=EPS))(x, weight.float(), bias.float())
+
+    def rotary(interleaved, **how):
+        """Of q and of k in turn, with tables that have a number for each pair."""
+        how |= {"interleaved": interleaved}
+
+        def prepare(q, k, cos, sin):
+            pairs = slice(None, None, 2) if interleaved else slice(cos.shape[-1] // 2)
+            tables = [t[:, pairs].contiguous() for t in (cos, sin)]
+            return lambda: tuple(apply_rotary(x[None], *tables, **how)[0] for x in (q, k))
+
+        return prepare
 
     return Provider(
         {
@@ -619,11 +724,14 @@ def _quack():
             "layernorm_forward": layernorm_forward,
             "layernorm_backward": _direct(layernorm_bwd),
             "fused_add_rmsnorm": _direct(rmsnorm_residual),  # quack writes to new tensors
-        },
+        }
+        | _of_rotary("forward", rotary)
+        | _of_rotary("backward", functools.partial(rotary, conjugate=True)),
     )
 
 
 def _liger():
+    from liger_kernel.ops.rope import rope_backward
     from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
     from liger_kernel.ops.swiglu import swiglu_backward as ligers_backward
     from liger_kernel.transformers.functional import (
@@ -632,6 +740,7 @@ def _liger():
         liger_fused_linear_cross_entropy,
         liger_layer_norm,
         liger_rms_norm,
+        liger_rope,
         liger_softmax,
         liger_swiglu,
     )
@@ -639,6 +748,12 @@ def _liger():
     def swiglu_backward(gate, up, dy):
         """Liger writes over gate and up, whose values are right for the first call only."""
         return functools.partial(ligers_backward, gate.clone(), up.clone(), dy)
+
+    def rotary(function):
+        """Liger writes over q and k, or their gradients, too."""
+        return lambda q, k, cos, sin: functools.partial(
+            _as_in_models(function), q.clone(), k.clone(), cos, sin
+        )
 
     def rmsnorm(x, weight):
         return liger_rms_norm(x, weight, EPS, in_place=False)
@@ -675,6 +790,10 @@ def _liger():
             "swiglu_forward": _tuple(liger_swiglu),
             "swiglu_backward": swiglu_backward,
             "layernorm_backward": _layernorm_gradient(layernorm),
+            "rotary_forward": rotary(liger_rope),
+            "rotary_backward": rotary(rope_backward),
+            "rotary_partial_forward": rotary(liger_rope),
+            "rotary_partial_backward": rotary(rope_backward),
         },
     )
 

@@ -48,8 +48,8 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, norms, algorithms, invariant, step, linear, "
-            "sharded, cpu; `train` is a command with options of its own.",
+            help="host, load, throughput, odd, few, models, norms, glu, rotary, algorithms, invariant, step, "
+            "linear, sharded, cpu; `train` is a command with options of its own.",
         ),
     ] = None,
     providers: Annotated[
@@ -73,15 +73,16 @@ def main(
     run: Annotated[
         int,
         typer.Option(
-            min=1, help="Of `models` and `norms`, which are judged by three runs: this one's number."
+            min=1,
+            help="Of `models`, `norms`, `glu`, `rotary`, which are judged by three runs: this one's number.",
         ),
     ] = 1,
     missed: Annotated[
         bool,
         typer.Option(
             "--missed",
-            help="With --resume: of `models` and `norms` only the points whose verdict is open, because all "
-            "runs in the file have missed a target.",
+            help="With --resume: of these sections only the points whose verdict is open, because all runs "
+            "in the file have missed a target.",
         ),
     ] = False,
     shard: Annotated[str, typer.Option(help="I/N: only every Nth point, from the Ith on.")] = "1/1",

@@ -144,7 +144,7 @@ def against_limit(runs: list[dict]) -> Verdict | None:
     return _best(found)
 
 
-SECTIONS = ("models", "norms", "glu")  # of the benchmark, which are judged like this
+SECTIONS = ("models", "norms", "glu", "rotary")  # of the benchmark, which are judged like this
 
 
 def verdicts(runs: list[dict]) -> dict[str, Verdict]:

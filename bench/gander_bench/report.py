@@ -40,6 +40,12 @@ TITLES = {
     "fused_add_rmsnorm": "RMSNorm of x + residual, in place",
     "swiglu_forward": "SwiGLU forward",
     "swiglu_backward": "SwiGLU backward (dgate, dup)",
+    "rotary_forward": "rotary forward",
+    "rotary_backward": "rotary backward",
+    "rotary_partial_forward": "rotary of half of the columns, forward",
+    "rotary_partial_backward": "rotary of half of the columns, backward",
+    "rotary_interleaved_forward": "rotary interleaved, forward",
+    "rotary_interleaved_backward": "rotary interleaved, backward",
 }
 
 
@@ -374,6 +380,10 @@ def glu_tables(records) -> list[Table]:
     return _tables_by_shape(records, "glu", "Gated linear units")
 
 
+def rotary_tables(records) -> list[Table]:
+    return _tables_by_shape(records, "rotary", "Rotary embeddings")
+
+
 def _tables_by_shape(records, section: str, what: str) -> list[Table]:
     """Shapes against providers, for each operator and dtype: medians over the runs."""
     cases = models.by_case(records, section)
@@ -604,6 +614,7 @@ _SECTIONS = {
     "models": models_tables,
     "norms": norms_tables,
     "glu": glu_tables,
+    "rotary": rotary_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,

@@ -17,6 +17,7 @@ from .report import (
     algorithms_tables,
     beside_the_collective,
     cpu_tables,
+    glu_tables,
     host_tables,
     invariant_tables,
     latest,
@@ -28,6 +29,7 @@ from .report import (
     of,
     on_gpu,
     point_of,
+    rotary_tables,
     runs_of_training,
     sharded_tables,
     step_tables,
@@ -358,8 +360,9 @@ def _few(records) -> list[Table]:
 
 
 _TABLES: tuple[Callable, ...] = (
-    models_tables, norms_tables, _throughput, _few, invariant_tables, step_tables, linear_tables,
-    sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables, train_tables, summary,
+    models_tables, norms_tables, glu_tables, rotary_tables, _throughput, _few, invariant_tables, step_tables,
+    linear_tables, sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables, train_tables,
+    summary,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from .cases import (
     NORMS,
     OPERATORS,
     PROVIDERS,
+    ROTARY,
     double,
     nan_last,
     provider,
@@ -60,6 +61,9 @@ MLPS = (
     *((m, n) for m in (1, 64, 2048, 8192) for n in (3072, 11008, 14336)),
     *((32768, 768), (65536, 1536), (4099, 10001)),
 )
+# Tokens by the elements of their heads of 128: Llama-3-8B, with 32 of queries and 8 of keys, in decoding and
+# in training, and Qwen3-30B-A3B, with 32 and 4.
+TOKENS = ((1, 5120), (64, 5120), (8192, 5120), (32768, 4608))
 # The norms with options: as many rows as a tensor needs to have 64 MiB, at least 32768; and in place, as
 # inference servers call them.
 NORM_LENGTHS = (256, 512, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 32768)
@@ -313,6 +317,26 @@ def glu(options: Options) -> Iterator[Point]:
                 name = {"section": "glu", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
                 having = _having_operator(options.providers, op)
                 yield from _point(name, having, _gpu_point, options, op, dtype, m, n)
+
+
+def _rotary_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    operator = ALL[op]
+    torch.manual_seed(0)
+    q, k, *tables = inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
+    calls, results = _prepare(providers, op, inputs, m)
+    # Heads are read and written, both tables are read: as if one of them were read and written.
+    moved = torch.cat([t.flatten() for t in (q, k, tables[0])])
+    return _beside_the_limit(options, operator.traffic, [moved], calls, results)
+
+
+def rotary(options: Options) -> Iterator[Point]:
+    """Rotary embeddings of queries and keys. Each run is a process of its own, as with models."""
+    for op in options.operators or ROTARY:
+        for dtype in options.dtypes or ("bfloat16", "float32"):
+            for m, n in options.shapes or TOKENS:
+                name = {"section": "rotary", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
+                having = _having_operator(options.providers, op)
+                yield from _point(name, having, _rotary_point, options, op, dtype, m, n)
 
 
 def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
@@ -585,6 +609,7 @@ SECTIONS = {
     "models": models_section,
     "norms": norms,
     "glu": glu,
+    "rotary": rotary,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,

@@ -48,6 +48,14 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def of_halves(function):
         return lambda pair: function(pair[:, : pair.shape[-1] // 2], pair[:, pair.shape[-1] // 2 :])
 
+    def tables(x, mask):
+        """For 16 pairs of columns. Every dtype has these numbers."""
+        return [cast(0.75 * mask[:, i : i + 16] - 0.25, xp, str(x.dtype).split(".")[-1]) for i in (0, 16)]
+
+    def rotary(x, mask):
+        (cos, sin), (a, b, rest) = tables(x, mask), (x[:, :16], x[:, 16:32], x[:, 32:])
+        return xp.concatenate((a * cos - b * sin, b * cos + a * sin, rest), -1)[:, None]
+
     def losses(x, target):
         return -log_softmax(x)[list(range(len(x))), target]
 
@@ -71,6 +79,11 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "silu_and_mul": ("pair", gander.silu_and_mul, of_halves(swiglu)),
         "gelu_and_mul": ("pair", gander.gelu_and_mul, of_halves(geglu)),
         "gelu_tanh_and_mul": ("pair", gander.gelu_tanh_and_mul, of_halves(geglu_tanh)),
+        "apply_rotary_emb": (
+            "x mask",  # a head of each token
+            lambda x, mask: gander.apply_rotary_emb(x[:, None], *tables(x, mask)),
+            rotary,
+        ),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
         "cross_entropy, mean": ("x target", gander.cross_entropy, lambda *given: losses(*given).mean()),

@@ -50,12 +50,17 @@ def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def inputs_of(op, dtype):
+    """Of a few rows of an odd length, or tokens with four heads of queries and one of keys, of 8 columns."""
+    torch.manual_seed(0)
+    return cases.ALL[op].inputs(5, 40 if op in cases.ROTARY else 33, dtype, "cpu")
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("op", cases.COMPARED)
 @pytest.mark.parametrize("name", ["torch", "gander"])
 def test_providers_compute_the_operator(name, op, dtype):
-    torch.manual_seed(0)
-    inputs = cases.COMPARED[op].inputs(5, 33, cases.DTYPES[dtype], "cpu")
+    inputs = inputs_of(op, cases.DTYPES[dtype])
     results = cases.provider(name).operators[op](*inputs)()
     wanted = cases.COMPARED[op].reference(*cases.double(inputs))
     assert min(len(results), len(wanted)) >= cases.COMPARED[op].checked
@@ -66,8 +71,7 @@ def test_providers_compute_the_operator(name, op, dtype):
 
 @pytest.mark.parametrize("op", cases.PARTS)
 def test_parts_that_gander_alone_has(op):
-    torch.manual_seed(0)
-    inputs = cases.PARTS[op].inputs(5, 33, torch.float32, "cpu")
+    inputs = inputs_of(op, torch.float32)
     got = cases.provider("gander").operators[op](*inputs)()
     assert sections._distance(op, inputs, got, 5) < sections._WRONG[torch.float32]
 
@@ -75,13 +79,30 @@ def test_parts_that_gander_alone_has(op):
 @pytest.mark.parametrize("op", cases.COMPARED)
 def test_formulas_for_torch_compile_compute_the_operator(op, monkeypatch):
     monkeypatch.setattr(cases, "_compile", lambda function: function)
-    torch.manual_seed(0)
-    inputs = cases.COMPARED[op].inputs(5, 33, torch.float32, "cpu")
+    inputs = inputs_of(op, torch.float32)
     results = cases._torch_compile().operators[op](*inputs)()
     wanted = cases.COMPARED[op].reference(*cases.double(inputs))
-    checked = len(wanted) if op in cases.NORMS else 1
+    checked = len(wanted) if op in cases.NORMS | cases.ROTARY else 1
     for got, want in zip(results[:checked], wanted[:checked], strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [op for op in cases.ROTARY if op.endswith("backward")])
+def test_rotary_backward_is_the_gradient_of_forward(op):
+    dq, dk, *tables = cases.double(inputs_of(op, torch.float32))
+    forward = cases.ROTARY[op.replace("backward", "forward")].reference
+    call = cases._backward_of(lambda q, k: forward(q, k, *tables), (dq, dk), (dq, dk))
+    for got, want in zip(call(), cases.ROTARY[op].reference(dq, dk, *tables), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_heads_are_those_of_models():
+    for (m, n), heads in zip(sections.TOKENS, ((32, 8), (32, 8), (32, 8), (32, 4)), strict=True):
+        q, k, cos, sin = cases.ROTARY["rotary_forward"].inputs(m, n, torch.bfloat16, "meta")
+        assert (q.shape, k.shape) == tuple((m, h, 128) for h in heads)
+        assert cos.shape == sin.shape == (m, 128)
+    halves = cases.ROTARY["rotary_partial_forward"].inputs(4, 5120, torch.bfloat16, "meta")
+    assert halves[2].shape == halves[3].shape == (4, 64)
 
 
 @pytest.mark.parametrize("op", [op for op in cases.NORMS if op.endswith("backward")])
@@ -411,8 +432,9 @@ def test_points_of_norms():
     ]
 
 
-def test_norms_resume_and_report(command, monkeypatch):
-    """The command from end to end, with inputs on the CPU, and times that are not measured."""
+def measured_on_the_cpu(monkeypatch, operators):
+    """Has sections of the GPU run on the CPU, with times that are not measured. Returns what the limit's
+    kernels would move: the traffic, and the tensors of each call."""
 
     def on_the_cpu(operator):
         return replace(operator, inputs=lambda m, n, dtype, device: operator.inputs(m, n, dtype, "cpu"))
@@ -424,13 +446,40 @@ def test_norms_resume_and_report(command, monkeypatch):
 
     times.pause_us = 40
     read = []
-    for op, operator in cases.NORMS.items():
+    for op, operator in operators.items():
         monkeypatch.setitem(sections.ALL, op, on_the_cpu(operator))
     monkeypatch.setattr(sections, "NEEDS_GPU", ())
     monkeypatch.setattr(sections, "_gpu_timer", lambda: times)
     monkeypatch.setattr(
         limit, "launches", lambda *arguments: read.append(arguments) or {"1 x 128": lambda: None}
     )
+    return read
+
+
+def test_points_of_rotary(command, monkeypatch):
+    """The command from end to end. The limit moves all heads, and one table for the two that are read."""
+    moved = measured_on_the_cpu(monkeypatch, cases.ROTARY)
+    chosen = ["--shapes", "3x40", "--dtypes", "bfloat16", "--providers", "torch,gander"]
+    result = command("rotary", *chosen, "--out", "a")
+    assert result.exit_code == 0, result.output
+    found = lines("a")
+    assert [record["op"] for record in found] == list(cases.ROTARY)
+    for record, (traffic, (tensor,)) in zip(found, moved, strict=True):
+        table = 3 * (4 if "partial" in record["op"] else 8)
+        assert traffic == "rw" and tensor.numel() == 3 * 40 + table
+        assert all(figures["off"] < 2e-2 and figures["us"] for figures in record["results"].values())
+        us = record["results"]["torch"]["us"]
+        assert record["results"]["torch"]["tbps"] == round(4 * tensor.numel() / us / 1e6, 4)
+    shown = command("--report", "a", "--no-plots")
+    assert shown.exit_code == 0 and "Rotary embeddings: rotary of half of the columns" in shown.output
+    points = list(sections.rotary(sections.Options(("torch", "gander"), run=2)))
+    assert len(points) == len(cases.ROTARY) * 2 * len(sections.TOKENS)
+    assert len({records.key(point.name) for point in points}) == len(points)
+
+
+def test_norms_resume_and_report(command, monkeypatch):
+    """The command from end to end, with inputs on the CPU, and times that are not measured."""
+    read = measured_on_the_cpu(monkeypatch, cases.NORMS)
     which = ["norms", "--shapes", "3x40", "--dtypes", "float16", "--providers", "torch,gander", "--out", "a"]
     for arguments in (["--run", 1, "--shard", "1/2"], ["--run", 1, "--resume"], ["--run", 2, "--resume"]):
         result = command(*which, *arguments)

@@ -21,6 +21,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "silu_and_mul": ["silu_and_mul"],
     "gelu_and_mul": ["gelu_and_mul"],
     "gelu_tanh_and_mul": ["gelu_tanh_and_mul"],
+    "apply_rotary_emb": ["apply_rotary_emb"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],

@@ -50,6 +50,9 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.nn.LayerNorm(8, bias=False).forward(x), Tensor)
     assert_type(gander.nn.functional.layer_norm(x, (8,), parameter, parameter, 1e-6), Tensor)
     assert_type(gander.l2norm(x, 1e-5), Tensor)
+    assert_type(gander.rotary(x, x, x, x, True, casting_mode="llama"), tuple[Tensor, Tensor | None])
+    assert_type(gander.apply_rotary_emb(x, x, x, seqlen_offsets=3, max_seqlen=8), Tensor)
+    assert_type(gander.apply_rotary_emb(x, x, x, False, True, x, x, 8), Tensor)
     assert_type(gander.logsumexp(x), Tensor)
     assert_type(gander.logsumexp(x, (0, 1), keepdim=True), Tensor)
     assert_type(gander.nn.functional.log_softmax(x, 0, dtype=torch.float32), Tensor)
@@ -91,6 +94,8 @@ def arrays(x: Array, target: npt.NDArray[np.int64]) -> None:
     assert_type(gander.softmax_bwd(x, x), Array)
     assert_type(gander.rmsnorm(x, x, out_dtype=np.float32), Array)
     assert_type(gander.rmsnorm_fwd(x)[0], Array)
+    assert_type(gander.rotary(x, None, x, x, inplace=True)[0], Array)
+    assert_type(gander.apply_rotary_emb(x, x, x, cu_seqlens=target), Array)
     assert_type(gander.logsumexp(x), Array)
     assert_type(gander.cross_entropy(x, target), Array)
     assert_type(
@@ -113,4 +118,5 @@ def mistakes(x: Tensor, target: Tensor) -> None:
     gander.softmax(x, algorithm="fast")  # type: ignore[arg-type]
     gander.cross_entropy(x, target, reduction="avg")  # type: ignore[arg-type]
     gander.log_softmax(x, masked="zeros")  # type: ignore[arg-type]
+    gander.rotary(x, x, x, x, casting_mode="gemma")  # type: ignore[arg-type]
     gander.softmax([1.0])  # type: ignore[type-var]

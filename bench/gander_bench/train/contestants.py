@@ -60,7 +60,7 @@ def _liger(prepare: Callable[[nn.Module], Loss], **replaced: bool) -> Callable[[
 
 _LOSS = {"cross_entropy": True, "fused_linear_cross_entropy": False}
 _LINEAR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": True}
-# Rotary embeddings and SwiGLU, which gander has not.
+# Rotary embeddings and SwiGLU alone.
 _NO_NORMS_NO_LOSS = {"rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
 

@@ -8,14 +8,16 @@ from gander import _table
 from . import ROOT
 from .tables import table_of
 
-_LETTERS = {"L": "...", "N": "N", "H": "H", "R": "R", "S": "2 M + 1"}
+_LETTERS = {"L": "...", "R": "...", "B": "...", "N": "N", "H": "H", "S": "2 M + 1", "*": "any"}
 
 
 def _shape(rule: str) -> str:
     """The shapes that a rule allows."""
-    shapes = []
-    for form in _table.SHAPES[rule].forms:
-        sizes = [_LETTERS.get(letter, letter) for letter in form.sizes]
+    forms, shapes = [form.sizes for form in _table.SHAPES[rule].forms], []
+    if _table.SHAPES[rule].layout == "tables":  # one table for all sequences needs no leading dimensions
+        forms = [form.removeprefix("B") for form in forms] + forms
+    for form in forms:
+        sizes = [_LETTERS.get(letter, letter) for letter in form]
         shapes.append(f"({', '.join(sizes)}{',' if len(sizes) == 1 and sizes[0] != '...' else ''})")
     return " or ".join(dict.fromkeys(shapes))
 
