@@ -75,7 +75,7 @@ def test_the_linear_loss_is_taken_where_it_is_the_same(family):
     details = [e.detail for e in report.replaced if e.kind == "loss"]
     if family in NO_LINEAR_LOSS:
         assert details == ["cross_entropy"]
-        reason = "linear_cross_entropy: {}ForCausalLM.forward changes the logits".format(family)
+        reason = f"linear_cross_entropy: {family}ForCausalLM.forward changes the logits"
         assert any(e.detail.startswith(reason) for e in report.left)
     else:
         assert details == ["linear_cross_entropy, in the head"]
@@ -83,7 +83,7 @@ def test_the_linear_loss_is_taken_where_it_is_the_same(family):
 
 @ALL
 def test_logits_have_the_bits_of_eager(family):
-    """MLPs always. A norm's float32 sum may be added in another order, which may change a last bit: rarely."""
+    """MLPs always. The order of a norm's float32 sum may differ, which rarely changes a bit."""
     equal = 0
     for seed in range(3):
         model, batch = models.model(family, seed=seed).eval(), models.batch(seed=seed)

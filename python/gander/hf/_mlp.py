@@ -57,14 +57,19 @@ class Activated:
         if function in _PRODUCTS and len(args) == 2 and not kwargs:
             first, second = args
             return first.times(second) if isinstance(first, Activated) else second.times(first)
-        args = [value.tensor() if isinstance(value, Activated) else value for value in args]
-        kwargs = {k: v.tensor() if isinstance(v, Activated) else v for k, v in (kwargs or {}).items()}
-        return function(*args, **kwargs)
+        args = [_computed(value) for value in args]
+        return function(*args, **{name: _computed(value) for name, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("module", "gate"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_computed(one) for one in value])
+    return value.tensor() if isinstance(value, Activated) else value
 
 
 class Activation(Mixin):
@@ -164,9 +169,13 @@ def _try(parent: nn.Module, act: nn.Module, product: str, bias: bool, implementa
                 small.copy._modules[name] = watched = bare(act)
                 watched.__class__ = subclass(own_class(act), _Watched, (("_gander_product", product),))
         _Witness.products = _Witness.others = 0
-        y = forward(small.copy, *inputs)
+        other_use = Left("its activation is not multiplied by a second projection")
+        try:
+            y = forward(small.copy, *inputs)
+        except Left:  # where PyTorch's own activation did not raise
+            raise other_use from None
     if _Witness.products == 0 or _Witness.others:
-        raise Left("its activation is not multiplied by a second projection")
+        raise other_use
     if not _same(y, expected):
         raise Left("it computes something else than act(gate) * up")
 

@@ -41,7 +41,7 @@ class Mixin:
 
 @functools.cache
 def subclass(original: type, mixin: type[Mixin], facts: tuple[tuple[str, Hashable], ...] = ()) -> type:
-    """The mixin before a class, with the facts as attributes. It has the class's name: configurations keep it."""
+    """The mixin before a class, with the facts as attributes, under the class's name."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     recipe = (original, mixin, facts)
     names |= {"__doc__": original.__doc__, "_gander_recipe": recipe, **dict(facts)}  # type: ignore[dict-item]
