@@ -154,13 +154,13 @@ def _linear_head(model: Any) -> nn.Linear:
     head = model.get_output_embeddings()
     if head is None or own_class(head) is not nn.Linear:
         raise Left(f"its head is {type(head).__name__}, expected torch.nn.Linear")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise Left("tensor parallelism divides its head")
     data = type(head.weight.data)
     if data is not Tensor and not _is_sharded_by_fsdp(model, head):
         raise Left(
             f"its head's weight is {data.__name__}, expected a plain tensor, or one that FSDP2 gathers"
         )
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise Left("tensor parallelism divides its head")
     names = [name for name, child in model._modules.items() if child is head]
     if len(names) != 1:
         raise Left("its head is not a child of the model itself")
