@@ -6,6 +6,13 @@ gander's public functions, and neither gander nor this package imports transform
 
 from __future__ import annotations
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError("gander.hf needs torch, which is not installed: pip install torch") from None
+
 from ._apply import apply, patched, undo
 from ._report import Entry, Report
 from ._versions import CHECKED

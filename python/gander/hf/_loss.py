@@ -172,8 +172,9 @@ def _linear_head(model: Any) -> nn.Linear:
     return cast(nn.Linear, head)
 
 
-def _is_sharded_by_fsdp(model: nn.Module, head: nn.Module) -> bool:
-    return type(head.weight.data).__name__ == "DTensor" and own_class(model) is not type(model)
+def _is_sharded_by_fsdp(*modules: nn.Module) -> bool:
+    """Whether FSDP2 gathers what its DTensors hold before one of these modules runs."""
+    return any(own_class(module) is not type(module) for module in modules)
 
 
 class _Reached(Exception):

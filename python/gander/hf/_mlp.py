@@ -180,11 +180,17 @@ def _try(parent: nn.Module, act: nn.Module, product: str, bias: bool, implementa
         raise Left("it computes something else than act(gate) * up")
 
 
+def _features(module: nn.Module | None) -> tuple[int, ...]:
+    """(in_features, out_features) of a linear layer of any kind, or ()."""
+    features = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    sizes = tuple(size for size in features if isinstance(size, int))
+    return sizes if len(sizes) == 2 else ()
+
+
 def _sizes(module: nn.Module) -> Iterator[int]:
     """The sizes of the linear layers and parameters of a module."""
     for child in module._modules.values():
-        features = getattr(child, "in_features", None), getattr(child, "out_features", None)
-        yield from (size for size in features if isinstance(size, int))
+        yield from _features(child)
     for parameter in module._parameters.values():
         yield from () if parameter is None else parameter.shape
 
@@ -217,16 +223,14 @@ class _Small:
                 self.copy._parameters[name] = nn.Parameter(fresh, requires_grad=False)
 
     def _child(self, name: str, child: nn.Module | None, bias: bool) -> nn.Module | None:
-        features = getattr(child, "in_features", None), getattr(child, "out_features", None)
         if child is None:
             return None
-        if not all(isinstance(size, int) for size in features):
+        if not (sizes := _features(child)):
             if next(child.parameters(), None) is not None:
                 raise Left(f"its child {name}, {type(child).__name__}, is no linear layer")
             return bare(child)
-        linear = nn.Linear(
-            *map(self.smaller.__getitem__, features), bias=bias, device="meta", dtype=torch.bfloat16
-        )
+        ins, outs = (self.smaller[size] for size in sizes)
+        linear = nn.Linear(ins, outs, bias=bias, device="meta", dtype=torch.bfloat16)
         for key, parameter in linear._parameters.items():
             if parameter is not None:
                 fresh = random(*parameter.shape, scale=0.3)

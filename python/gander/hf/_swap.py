@@ -42,14 +42,15 @@ class Mixin:
 @functools.cache
 def subclass(original: type, mixin: type[Mixin], facts: tuple[tuple[str, Hashable], ...] = ()) -> type:
     """The mixin before a class, with the facts as attributes, under the class's name."""
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    recipe = (original, mixin, facts)
-    names |= {"__doc__": original.__doc__, "_gander_recipe": recipe, **dict(facts)}  # type: ignore[dict-item]
-    return type(original.__name__, (mixin, original), names | mixin.namespace(original))
+    names: dict[str, Any] = {
+        name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
+    names |= {"_gander_recipe": (original, mixin, facts), **dict(facts), **mixin.namespace(original)}
+    return type(original.__name__, (mixin, original), names)
 
 
 def _make(*recipe: Any) -> Any:
-    cls = subclass(*recipe)
+    cls: Any = subclass(*recipe)
     return cls.__new__(cls)
 
 
@@ -82,7 +83,8 @@ def _change(module: nn.Module, cls: type) -> None:
 
 
 def swap(module: nn.Module, mixin: type[Mixin], **facts: Hashable) -> None:
-    _change(module, subclass(own_class(module), mixin, tuple(facts.items())))
+    recipe: Any = own_class(module), mixin, tuple(facts.items())
+    _change(module, subclass(*recipe))
 
 
 def restore(module: nn.Module) -> bool:
