@@ -26,5 +26,5 @@ def test_page(page, capsys):
 @pytest.mark.parametrize("name", [name for name in gander.hf.__all__ if name != "CHECKED"])
 def test_documentation_names_every_argument(name):
     item = getattr(gander.hf, name)
-    documented = re.findall(r"^    (\w+): ", inspect.getdoc(item).partition("Args:")[2], re.MULTILINE)
-    assert [n for n in documented if n != "TypeError"] == [*inspect.signature(item).parameters]
+    arguments = inspect.getdoc(item).partition("Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == [*inspect.signature(item).parameters]

@@ -225,18 +225,18 @@ def _try_forward(model: Any, head_name: str) -> None:
         raise _Reached(dict(zip(names, args)) | kwargs)  # noqa: B905 - most are not given
 
     copy.loss_function = reached
-    ids = torch.arange(4)[None]
-    name = type(model).__name__
+    ids, name = torch.arange(4)[None], type(model).__name__
+    cls: Any = own_class(model)
+    given: dict[str, Any] = {}
     try:
-        own_class(model).forward(copy, input_ids=ids, labels=ids, num_items_in_batch=3)  # type: ignore[attr-defined]
-        raise Left(f"{name}.forward does not call its loss_function")
+        cls.forward(copy, input_ids=ids, labels=ids, num_items_in_batch=3)
     except _Reached as found:
         given = found.args[0]
-    except Left:
-        raise
     except Exception as error:  # code that nobody here has seen
         text = str(error).partition("\n")[0]
         raise Left(f"{name}.forward, tried with a stub, raises {type(error).__name__}: {text}") from error
+    if not given:
+        raise Left(f"{name}.forward does not call its loss_function")
     logits = given.get("logits")
     if len(head.results) != 1 or logits is None or not torch.equal(logits.float(), head.results[0]):
         raise Left(f"{name}.forward changes the logits between its head and its loss (a cap, a scale)")
