@@ -44,7 +44,7 @@ export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c
   gomodule install emulated80"
-readonly PYTHON_LANE="ruff clangformat types docs pytest notorch cinstall emulated"
+readonly PYTHON_LANE="ruff clangformat types docs pytest hf notorch cinstall emulated"
 
 task_help() {
   cat <<'TEXT'
@@ -448,19 +448,19 @@ task_demo() {
   exec "$PYTHON" -m gander_bench demo "$@"
 }
 
-# train_packages: adds to .venv what `bench train` compares with. Another interpreter is left as it is.
-train_packages() {
+# more_packages NAME WHAT: adds to .venv what requirements-NAME.txt has. Another interpreter is left as it is.
+more_packages() {
   local want
-  [[ $PYTHON == "$VENV/bin/python" ]] || return 0
-  want=$(ls requirements.txt requirements-train.txt | digest "$("$PYTHON" --version)")
-  [[ -f $VENV/train-digest && $(<"$VENV/train-digest") == "$want" ]] && return
-  step "transformers and Liger into .venv" pip_install "$PYTHON" -r requirements-train.txt
-  printf '%s\n' "$want" >"$VENV/train-digest"
+  [[ $PYTHON == "$VENV/bin/python" && -z ${GIVEN:-} ]] || return 0
+  want=$(ls requirements.txt "requirements-$1.txt" | digest "$("$PYTHON" --version)")
+  [[ -f $VENV/$1-digest && $(<"$VENV/$1-digest") == "$want" ]] && return
+  step "$2 into .venv" pip_install "$PYTHON" -r "requirements-$1.txt"
+  printf '%s\n' "$want" >"$VENV/$1-digest"
 }
 
 task_bench() {
   runnable
-  [[ ${1:-} != train ]] || train_packages
+  [[ ${1:-} != train ]] || more_packages train "transformers and Liger"
   exec "$PYTHON" -m gander_bench bench "$@"
 }
 
@@ -626,6 +626,13 @@ site() {
 
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
+
+# gander.hf with the newest of the packages that it adapts to. The tests of one group share two processes.
+check_hf() {
+  PYTHON=$VENV/bin/python
+  more_packages hf "transformers, accelerate and PEFT"
+  OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --dist loadgroup --timeout 600
+}
 
 # Run operators on emulated devices: with clusters and without, and with too little shared memory for some
 # kernels, where only those that the planner chooses run.

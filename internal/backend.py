@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -320,11 +321,19 @@ def _metadata(version: str) -> bytes:
         *[("Classifier", name) for name in project.pop("classifiers")],
         ("Requires-Python", project.pop("requires-python")),
         *[("Project-URL", f"{label}, {url}") for label, url in project.pop("urls").items()],
+        *_extras(project.pop("optional-dependencies")),
         ("Description-Content-Type", "text/markdown"),
     ]
     if project.pop("dynamic") != ["readme", "version"] or project:
         _refuse(f"pyproject.toml has keys that internal/backend.py does not know: {', '.join(project)}")
     return "".join(f"{name}: {value}\n" for name, value in fields).encode() + b"\n" + _readme().encode()
+
+
+def _extras(extras: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    for extra, requirements in extras.items():
+        yield "Provides-Extra", extra
+        for requirement in requirements:
+            yield "Requires-Dist", f'{requirement}; extra == "{extra}"'
 
 
 def _readme() -> str:

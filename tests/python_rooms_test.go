@@ -29,9 +29,14 @@ var pythonRooms = map[string][]string{
 	"distributed": {"_table", "_debug", "_functions", "_torch", "_words"},
 	"nn":          {"_table", "_functions", "_torch", "_words"},
 	"check":       {"__init__"},
+	"hf":          {"__init__"}, // an adapter
 	"__init__":    nil,
 	"__main__":    nil,
 }
+
+// Adapters stand above the package, each against one other library. They use public functions alone, and no
+// room imports them, __init__ and __main__ neither.
+var pythonAdapters = []string{"hf"}
 
 var (
 	// An import of the package's own modules, with the names in parentheses or up to the end of the line.
@@ -130,6 +135,17 @@ func TestPythonImportsPointOneWay(t *testing.T) {
 			allowed := room == pythonRoom(other) || pythonRooms[room] == nil ||
 				slices.Contains(pythonRooms[room], pythonRoom(other))
 			assert.Truef(t, allowed, "%s imports %s", module, other)
+			if to := pythonRoom(other); slices.Contains(pythonAdapters, to) {
+				assert.Equalf(t, to, room, "%s imports the adapter %s", module, other)
+			}
+		}
+	}
+}
+
+func TestPythonAdaptersUsePublicNames(t *testing.T) {
+	for module, text := range pythonModules(t) {
+		if slices.Contains(pythonAdapters, pythonRoom(module)) {
+			assert.Emptyf(t, pythonPrivate.FindString(text), "%s", module)
 		}
 	}
 }

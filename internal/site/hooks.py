@@ -76,6 +76,7 @@ def _exists(name: str) -> bool:
     if name in _BUILT:
         return True
     import gander
+    import gander.hf  # gander imports no adapter
 
     found = gander
     for part in name.split(".")[1:]:

@@ -362,7 +362,8 @@ def test_metadata(backend):
         "0.1.0+sm90",
         "the gander developers",
     )
-    assert found.requires_dist is None, "torch is left to its user"
+    assert found.provides_extra == ["hf"]
+    assert all(str(r.marker) == 'extra == "hf"' for r in found.requires_dist), "torch is left to its user"
     releases = [name.rpartition(" ")[2] for name in found.classifiers if "Python :: 3." in name]
     assert releases == [f"3.{minor}" for minor in range(10, 15)]
     assert str(found.requires_python) == f">={releases[0]}"

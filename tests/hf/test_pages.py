@@ -1,0 +1,30 @@
+"""The Python snippets of the pages that need transformers."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import gander.hf
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+from test_docs import NEED_HF, name_of, run, snippets
+
+
+@pytest.mark.parametrize("page", NEED_HF, ids=name_of)
+def test_page(page, capsys):
+    torch.manual_seed(0)
+    run(page, "cpu")
+    printed = capsys.readouterr().out
+    for _, _, text in snippets(page, "text"):  # what a snippet before it prints
+        for line in text.splitlines():
+            assert line.removesuffix("...").rstrip() in printed
+
+
+@pytest.mark.parametrize("name", [name for name in gander.hf.__all__ if name != "CHECKED"])
+def test_documentation_names_every_argument(name):
+    item = getattr(gander.hf, name)
+    arguments = inspect.getdoc(item).partition("Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == [*inspect.signature(item).parameters]
