@@ -1,0 +1,16 @@
+"""Puts gander into a Hugging Face model: its RMSNorms, the activations of its MLPs and experts, and its loss.
+
+`apply(model)` changes this one instance and nothing else. `undo(model)` takes it back. An adapter: it uses
+gander's public functions, and neither gander nor this package imports transformers before a call needs it.
+"""
+
+from __future__ import annotations
+
+from ._apply import apply, patched, undo
+from ._report import Entry, Report
+from ._versions import CHECKED
+
+__all__ = ["CHECKED", "Entry", "Report", "apply", "patched", "undo"]
+
+for _public in apply, patched, undo, Entry, Report:  # a pickle must survive a move
+    _public.__module__ = __name__

@@ -1,0 +1,128 @@
+"""Two processes with gloo: DDP, FSDP2 in every order, and tensor parallelism."""
+
+import os
+
+import gander.hf
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from test_models import F32, LOSSES, assert_near, gradients
+from torch.distributed.fsdp import fully_shard
+
+RANKS = 2
+
+
+def batch_of(rank):
+    return models.batch(seed=10 + rank)
+
+
+def expected_gradients(family, loss=None):
+    """The mean of the ranks' gradients."""
+    model = models.model(family, F32)
+    one, two = (gradients(model, batch_of(rank)) for rank in range(RANKS))
+    return {name: (one[name] + two[name]) / 2 for name in one}
+
+
+def whole(grads):
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+
+
+def run_ddp(rank, loss, order):
+    model = models.model("Llama", F32)
+    if order == "before":
+        gander.hf.apply(model, loss=loss)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    if order == "after":
+        gander.hf.apply(wrapped, loss=loss)
+    found = gradients(wrapped, batch_of(rank))
+    assert_near({n.removeprefix("module."): g for n, g in found.items()}, expected_gradients("Llama"), 5e-5)
+
+
+def run_fsdp(rank, loss, order, units):
+    model = models.model("Qwen3", F32)
+    before = [type(module) for module in model.modules()]
+
+    def shard():
+        for layer in model.model.layers:
+            for norm in [m for m in layer.modules() if "Norm" in type(m).__name__] if units == "all" else []:
+                fully_shard(norm)
+            fully_shard(layer)
+        if units != "root":
+            fully_shard(model.lm_head)
+        fully_shard(model)
+
+    if order == "after":
+        shard()
+        sharded = [type(module) for module in model.modules()]
+    report = gander.hf.apply(model, loss=loss)
+    assert not report.left
+    if order == "before":
+        shard()
+    output = model(**batch_of(rank))
+    assert "gander" in str(output.loss.grad_fn).lower() and (output.logits is None) == (loss == "linear")
+    assert_near(whole(gradients(model, batch_of(rank))), expected_gradients("Qwen3"), 5e-5)
+    names = [type(module).__name__ for module in model.modules()]
+    gander.hf.undo(model)
+    assert [type(module).__name__ for module in model.modules()] == names
+    assert [type(module).__mro__[-3 - (0)] for module in model.modules()]
+    assert "gander" not in str(model(**batch_of(rank)).loss.grad_fn).lower()
+    if order == "after":
+        assert [type(m).__mro__[1:] for m in model.modules()] == [cls.__mro__[1:] for cls in sharded]
+    assert all(issubclass(type(m), cls) for m, cls in zip(model.modules(), before, strict=True))
+
+
+def run_tensor_parallel(rank, loss, folder):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=F32)
+    batch = models.batch()
+    with torch.no_grad():
+        expected = model(**batch)
+    report = gander.hf.apply(model, loss=loss)
+    if loss == "linear":
+        refusal = next(e.detail for e in report.left if e.kind == "loss")
+        assert refusal == "linear_cross_entropy: tensor parallelism divides its head", refusal
+    output = model.train()(**batch)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.loss, expected.loss)
+    output.loss.backward()
+
+
+def work(rank, port, name, arguments):
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ |= dict(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    try:
+        globals()[name](rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_two_processes(name, *arguments):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, name, arguments), nprocs=RANKS)
+
+
+@LOSSES
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_ddp(loss, order):
+    in_two_processes("run_ddp", loss, order)
+
+
+@LOSSES
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("units", ["root", "head", "all"])
+def test_fsdp2(loss, order, units):
+    in_two_processes("run_fsdp", loss, order, units)
+
+
+@LOSSES
+def test_tensor_parallel(loss, tmp_path):
+    models.model("Llama", F32).save_pretrained(tmp_path)
+    in_two_processes("run_tensor_parallel", loss, str(tmp_path))
