@@ -6,7 +6,6 @@ import dataclasses
 import re
 from typing import Literal
 
-
 Kind = Literal["norm", "rotary", "mlp", "loss"]
 
 
