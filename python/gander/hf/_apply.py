@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from . import _loss, _mlp, _norms, _swap, _versions
+from . import _loss, _mlp, _norms, _rotary, _swap, _versions
 from ._probe import Left
 from ._report import Draft, Report
 
@@ -22,7 +22,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def apply(
-    model: nn.Module, norms: bool = True, loss: Loss | None = "cross_entropy", mlp: bool = True
+    model: nn.Module,
+    norms: bool = True,
+    loss: Loss | None = "cross_entropy",
+    rotary: bool = True,
+    mlp: bool = True,
 ) -> Report:
     """Puts gander into a model, in place: this instance changes, and nothing else.
 
@@ -39,6 +43,8 @@ def apply(
             while the model is trained, and the output then has no logits. Where that would be another loss
             (logits with a cap or a scale, a head with LoRA, quantised or divided among ranks) it is the
             former. None keeps the loss. It is replaced only where it is transformers' ForCausalLMLoss.
+        rotary: Replace the rotary position embeddings of attentions, where a function of their module whose
+            name begins with apply_rotary computes them.
         mlp: Replace the product of activation and up projection in gated MLPs and experts.
 
     Returns:
@@ -54,7 +60,7 @@ def apply(
         raise TypeError(
             f"model is {type(model).__name__}, expected a torch.nn.Module, such as a model of transformers"
         )
-    _check(norms, loss, mlp)
+    _check(norms, loss, rotary, mlp)
     notes = _versions.require()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise NotImplementedError(
@@ -66,13 +72,15 @@ def apply(
         _apply_to_mlps(model, draft)
     if norms:
         _apply_to_norms(model, draft)
+    if rotary:
+        _apply_to_attentions(model, draft)
     if loss is not None:
         _apply_to_loss(model, loss, draft)
     return draft.report(notes)
 
 
-def _check(norms: Any, loss: Any, mlp: Any) -> None:
-    for name, flag in (("norms", norms), ("mlp", mlp)):
+def _check(norms: Any, loss: Any, rotary: Any, mlp: Any) -> None:
+    for name, flag in (("norms", norms), ("rotary", rotary), ("mlp", mlp)):
         if type(flag) is not bool:
             raise TypeError(f"{name} is {flag!r}, expected True or False")
     if loss not in ("cross_entropy", "linear", None):
@@ -94,6 +102,20 @@ def _apply_to_norms(model: nn.Module, draft: Draft) -> None:
             draft.replaced("norm", module, name, _norms.replace(module, known))
         except Left as left:
             draft.left("norm", module, name, str(left))
+
+
+def _apply_to_attentions(model: nn.Module, draft: Draft) -> None:
+    for name, module in _modules(model):
+        if not _rotary.is_candidate(module):
+            continue
+        try:
+            by, reasons = _rotary.replace(module)
+        except Left as left:
+            draft.left("rotary", module, name, str(left))
+            continue
+        draft.replaced("rotary", module, name, by)
+        for reason in reasons:
+            draft.left("rotary", module, name, reason)
 
 
 def _apply_to_mlps(model: nn.Module, draft: Draft) -> None:
@@ -157,7 +179,7 @@ def undo(model: M) -> M:
     return model
 
 
-_Options = tuple[bool, "Loss | None", bool]
+_Options = tuple[bool, "Loss | None", bool, bool]
 
 # What models get that are loaded in this context, and the list of their reports.
 _active: ContextVar[tuple[_Options, list[Report]] | None] = ContextVar("gander.hf.patched", default=None)
@@ -169,7 +191,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def patched(
-    norms: bool = True, loss: Loss | None = "cross_entropy", mlp: bool = True
+    norms: bool = True, loss: Loss | None = "cross_entropy", rotary: bool = True, mlp: bool = True
 ) -> Iterator[list[Report]]:
     """Models that are loaded inside this context get `apply`, with these arguments.
 
@@ -178,6 +200,7 @@ def patched(
     Args:
         norms: As in apply.
         loss: As in apply.
+        rotary: As in apply.
         mlp: As in apply.
 
     Returns:
@@ -187,11 +210,11 @@ def patched(
         TypeError, ValueError: As apply.
         ImportError: transformers is missing or too old.
     """
-    _check(norms, loss, mlp)
+    _check(norms, loss, rotary, mlp)
     _versions.require()
     reports: list[Report] = []
     _count_contexts(1)
-    token = _active.set(((norms, loss, mlp), reports))
+    token = _active.set(((norms, loss, rotary, mlp), reports))
     try:
         yield reports
     finally:
@@ -227,9 +250,9 @@ def _applied(loader: Any) -> Any:
             loaded = loader(cls, *args, **kwargs)
         finally:
             _active.reset(token)
-        (norms, loss, mlp), reports = active
+        options, reports = active
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-        reports.append(apply(model, norms, loss, mlp))
+        reports.append(apply(model, *options))
         return loaded
 
     return load

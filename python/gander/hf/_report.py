@@ -6,19 +6,21 @@ import dataclasses
 import re
 from typing import Literal
 
+Kind = Literal["norm", "rotary", "mlp", "loss"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Modules of one class that were replaced in one way, or left for one reason.
 
     Args:
-        kind: "norm", "mlp" or "loss".
+        kind: "norm", "rotary", "mlp" or "loss".
         module: The name of their class.
         detail: What stands in their place, or why they were left.
         names: Their names in the model. "" is the model itself.
     """
 
-    kind: Literal["norm", "mlp", "loss"]
+    kind: Kind
     module: str
     detail: str
     names: tuple[str, ...]
@@ -57,12 +59,12 @@ class Draft:
     """A report that is being written: collects modules under their class and detail."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[bool, Literal["norm", "mlp", "loss"], str, str], list[str]] = {}
+        self._entries: dict[tuple[bool, Kind, str, str], list[str]] = {}
 
-    def replaced(self, kind: Literal["norm", "mlp", "loss"], module: object, name: str, detail: str) -> None:
+    def replaced(self, kind: Kind, module: object, name: str, detail: str) -> None:
         self._entries.setdefault((True, kind, type(module).__name__, detail), []).append(name)
 
-    def left(self, kind: Literal["norm", "mlp", "loss"], module: object, name: str, detail: str) -> None:
+    def left(self, kind: Kind, module: object, name: str, detail: str) -> None:
         self._entries.setdefault((False, kind, type(module).__name__, detail), []).append(name)
 
     def report(self, notes: list[str]) -> Report:

@@ -1,0 +1,231 @@
+"""Rotary position embeddings: the functions of an attention's module that rotate its queries and keys.
+
+They are globals of transformers' module, which all models of a class share. So one attention gets another
+class, whose forward is the same code with globals of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import gander
+
+from ._probe import Left, quiet, random
+from ._swap import Mixin, out_of_reach, own_class, swap
+
+Tables = tuple[Tensor, Tensor]
+
+_PREFIX = "apply_rotary"  # of the functions' names
+_PAIR, _SINGLE = ["q", "k", "cos", "sin", "unsqueeze_dim"], ["x", "cos", "sin", "unsqueeze_dim"]
+
+
+def _given(table: Tensor) -> Tensor:
+    return table
+
+
+def _twice(table: Tensor) -> Tensor:
+    """A number for each element of two halves, from one for each pair."""
+    return torch.cat((table, table), -1)
+
+
+def _first_half_twice(table: Tensor) -> Tensor:
+    """A number for each element of adjacent pairs, from the first half of those of two halves."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+class _Form(NamedTuple):
+    words: str
+    table: Callable[[Tensor], Tensor]  # what rotary takes, from what the function does
+    options: dict[str, Any]
+
+
+def _forms() -> dict[str, _Form]:
+    layouts = {
+        "halves": ("rotary of halves", _given, False),
+        "pairs": ("rotary of halves", _twice, False),
+        "adjacent": ("rotary of adjacent pairs", _given, True),
+        "adjacent pairs": ("rotary of adjacent pairs", _first_half_twice, True),
+    }
+    forms = {}
+    for name, (words, table, interleaved) in layouts.items():
+        for mode, more in (("llama", ""), (None, ", rounded once")):
+            options = {"interleaved": interleaved, "casting_mode": mode}
+            forms[name + more] = _Form(words + more, table, options)
+    return forms
+
+
+_FORMS = _forms()
+_EQUAL, _NEAR = 0.99, 0.95  # shares of elements: of the form that it is, and at most of any other
+
+
+def _find(function: Callable[..., Any]) -> str:
+    """The form that a function has."""
+    names = [*inspect.signature(function).parameters]
+    if names not in (_PAIR, _SINGLE):
+        raise Left(f"it takes {', '.join(names)}, expected {', '.join(_PAIR)}")
+    pair = names == _PAIR
+    with quiet():
+        rows = [random(2, heads, 7, 32) for heads in ((4, 2) if pair else (4,))]
+        found = {}
+        for width in (32, 16):  # a number for each element, or for each pair
+            tables = random(2, 7, width), random(2, 7, width)
+            try:
+                expected = function(*rows, *tables)
+            except Exception as error:  # code that nobody here has seen, called as it may not expect
+                found[width] = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
+            if not pair:
+                expected = (expected,)
+            if [getattr(y, "shape", None) for y in expected] != [x.shape for x in rows]:
+                found[width] = "returns other shapes than it takes"
+                continue
+            shares = {}
+            for name, form in _FORMS.items():
+                given = [form.table(table) for table in tables]
+                if given[0].shape[-1] > 32:
+                    continue
+                results = gander.rotary(rows[0], rows[1] if pair else None, *given, **form.options)
+                equal = [(y == z).float().mean().item() for y, z in zip(results, expected)]  # noqa: B905
+                shares[name] = min(equal)
+            best = max(shares, key=lambda name: shares[name])
+            others = [share for name, share in shares.items() if name != best]
+            if shares[best] >= _EQUAL and max(others) <= _NEAR:
+                return best
+            found[width] = f"computes none of the known forms ({best}: {shares[best]:.0%})"
+    raise Left(f"it {found[32]}")
+
+
+def _fits(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    """Whether rotary has the function's result. Other dtypes of tables would change that of the result."""
+    return (
+        unsqueeze_dim in (1, 2)
+        and q.dim() == 4
+        and cos.dim() == 3
+        and cos.dtype == sin.dtype == q.dtype
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _turned(x: Tensor | None, unsqueeze_dim: int) -> Tensor | None:
+    """Heads before tokens, or back. With unsqueeze_dim=2 the function has tokens before heads."""
+    return x if x is None or unsqueeze_dim == 1 else x.transpose(1, 2)
+
+
+class _Replacement(NamedTuple):
+    function: Callable[..., Any]
+    words: str
+
+
+@functools.cache
+def _replacement(function: Callable[..., Any]) -> _Replacement:
+    """A function of the same arguments that calls rotary where that has the function's result."""
+    form = _FORMS[_find(function)]
+
+    def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dim: int) -> list[Tensor | None]:
+        rows = _turned(q, dim), _turned(k, dim)
+        results = gander.rotary(*rows, form.table(cos), form.table(sin), **form.options)  # type: ignore[type-var]
+        return [_turned(y, dim) for y in results]
+
+    if [*inspect.signature(function).parameters] == _SINGLE:
+
+        @functools.wraps(function)
+        def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+            if not _fits(x, cos, sin, unsqueeze_dim):
+                return function(x, cos, sin, unsqueeze_dim)
+            return rotate(x, None, cos, sin, unsqueeze_dim)[0]
+
+        return _Replacement(one, form.words)
+
+    @functools.wraps(function)
+    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if not (_fits(q, cos, sin, unsqueeze_dim) and k.dtype == q.dtype):
+            return function(q, k, cos, sin, unsqueeze_dim)
+        return tuple(rotate(q, k, cos, sin, unsqueeze_dim))
+
+    return _Replacement(both, form.words)
+
+
+@functools.cache
+def _functions(cls: type) -> tuple[dict[str, _Replacement], dict[str, str]]:
+    """The functions that a class's forward calls: those that are replaced, and why others are not."""
+    replaced, left = {}, {}
+    for function in _chain(cls):
+        for name in function.__code__.co_names:
+            found = function.__globals__.get(name)
+            if not (name.startswith(_PREFIX) and callable(found)):
+                continue
+            try:
+                replaced[name] = _replacement(found)
+            except Left as reason:
+                left[name] = str(reason)
+    return replaced, left
+
+
+def _chain(cls: Any) -> list[types.FunctionType]:
+    """A class's forward, and what it wraps as a decorator does."""
+    chain, function = [], cls.forward
+    while isinstance(function, types.FunctionType):
+        chain.append(function)
+        function = vars(function).get("__wrapped__")
+    return chain
+
+
+def _rebound(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """The same code, in which globals have other values. Decorators that wrap it are kept."""
+    inner = vars(function).get("__wrapped__")
+    closure = function.__closure__
+    if isinstance(inner, types.FunctionType):
+        made = _rebound(inner, names)
+        closure = tuple(types.CellType(made) if _holds(cell, inner) else cell for cell in closure or ())
+    # A decorator's own globals stay, and so do those of a function that has none of the names.
+    used = {name: value for name, value in names.items() if name in function.__code__.co_names}
+    scope = {**function.__globals__, **used} if used else function.__globals__
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    vars(copy).update(vars(function))
+    copy.__qualname__, copy.__doc__ = function.__qualname__, function.__doc__
+    copy.__annotations__, copy.__module__ = function.__annotations__, function.__module__
+    if isinstance(inner, types.FunctionType):
+        copy.__wrapped__ = made  # type: ignore[attr-defined]
+    return copy
+
+
+def _holds(cell: types.CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty cell
+        return False
+
+
+class Attention(Mixin):
+    """The mixin of an attention whose forward calls other functions."""
+
+    @classmethod
+    def namespace(cls, original: Any) -> dict[str, Any]:
+        replaced, _ = _functions(original)
+        names = {name: replacement.function for name, replacement in replaced.items()}
+        return {"forward": _rebound(original.forward, names)}
+
+
+def is_candidate(module: nn.Module) -> bool:
+    names = (name for function in _chain(own_class(module)) for name in function.__code__.co_names)
+    return any(name.startswith(_PREFIX) for name in names)
+
+
+def replace(module: nn.Module) -> tuple[str, list[str]]:
+    """Replaces the functions that a module's forward calls. Says by what, and why some were left."""
+    if (reason := out_of_reach(module)) is not None:
+        raise Left(reason)
+    replaced, left = _functions(own_class(module))
+    reasons = [f"{name}: {reason}" for name, reason in left.items()]
+    if not replaced:
+        raise Left("; ".join(reasons) or f"it calls no function of its own module named {_PREFIX}...")
+    swap(module, Attention)
+    return ", ".join(sorted({replacement.words for replacement in replaced.values()})), reasons
