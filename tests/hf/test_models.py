@@ -14,6 +14,8 @@ F32 = torch.float32
 LEFT = {
     "Qwen3.5": {("norm", "Qwen3_5RMSNormGated", "missing 1 required positional argument")},
     "Gemma4": {("mlp", "Gemma4TextDecoderLayer", "is no linear layer")},
+    "DeepSeek-V3": {("rotary", "DeepseekV3Attention", "apply_rotary_pos_emb_interleave: it takes q, k,")},
+    "Llama4": {("rotary", "Llama4TextAttention", "apply_rotary_emb: it takes xq, xk, freqs_cis,")},
     "GptOss": {("mlp", "GptOssExperts", "its gate is none of the known activations")},
 }
 NO_LINEAR_LOSS = {"Gemma2", "Granite"}  # a cap, a scale
