@@ -51,7 +51,7 @@ def test_apply_again_changes_to_what_it_says():
     before = classes(model)
     first = gander.hf.apply(model, loss="linear")
     assert str(gander.hf.apply(model, loss="linear")) == str(first)
-    report = gander.hf.apply(model, norms=False, loss=None, mlp=False)
+    report = gander.hf.apply(model, norms=False, loss=None, rotary=False, mlp=False)
     assert (report.replaced, report.left) == ((), ()) and classes(model) == before
 
 
@@ -103,14 +103,14 @@ def test_saved_and_loaded(family, loss, tmp_path):
 def test_patched_is_of_this_thread_and_ends():
     loaders = [vars(transformers.PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")]
     seen = []
-    with gander.hf.patched(mlp=False) as outer:
+    with gander.hf.patched(rotary=False, mlp=False) as outer:
         with gander.hf.patched(norms=False) as inner:
             thread = threading.Thread(target=lambda: seen.append(models.model("Llama")))
             thread.start()
             thread.join()
             models.model("Llama")
         models.model("Llama")
-    assert {e.kind for e in inner[0].replaced} == {"mlp", "loss"} and len(inner) == 1
+    assert {e.kind for e in inner[0].replaced} == {"rotary", "mlp", "loss"} and len(inner) == 1
     assert {e.kind for e in outer[0].replaced} == {"norm", "loss"} and len(outer) == 1
     assert classes(seen[0]) == classes(models.model("Llama"))
     assert [vars(transformers.PreTrainedModel)[n] for n in ("from_pretrained", "_from_config")] == loaders
