@@ -187,7 +187,34 @@ def calls(dtype, m, n, offset):
         count += call("rmsnorm_backward", x=dy, weight=weight, dout=wide, rstd=rstd, dx=dx, dw=dw)
     count += norms(x, dy, y, dx, weight, dw, rstd, given, empty, statistic, dtype, m, n)
     count += masked_softmax(x, dy, y, dx, given, empty, dtype, m, n)
+    if n > 1:  # a pair has two elements
+        count += rotary(given, empty, dtype, m, n)
     free_all()
+    return count
+
+
+def rotary(given, empty, dtype, m, n):
+    """Calls rotary embeddings of all columns and of some, of tokens that follow each other or are divided."""
+
+    def tables(rows, width, dtype):
+        return dict(cos=given(rows, width, dtype=dtype), sin=given(rows, width, dtype=dtype))
+
+    heads = given(m, 2, n), given(m, 1, n), empty(m, 2, n), empty(m, 1, n)
+    some = n // 4 or 1
+    ends = Tensor("int32", 3, values=np.array([0, m // 2, m]))
+    starts = Tensor("int64", 2, values=np.array([1, 0]))
+    count = 0
+    for options in (
+        tables(m, n // 2, dtype),
+        tables(m + 1, 2 * some, "float32") | dict(per_element=1, interleaved=1, offset=1),
+        tables(m, some, "float32") | dict(cu_seqlens=ends, offsets=starts),
+    ):
+        forward = dict(zip(("q", "k", "q_out", "k_out"), heads, strict=True))
+        backward = dict(zip(("dq_out", "dk_out", "dq", "dk"), heads, strict=True))
+        in_place = dict(zip(("q", "q_out"), heads[:1] * 2, strict=True))
+        count += call("rotary_forward", **forward, **options)
+        count += call("rotary_backward", **backward, **options)
+        count += call("rotary_forward", **in_place, **options, round_products=1)
     return count
 
 

@@ -6,6 +6,7 @@ import gander
 import masked
 import norms
 import pytest
+import rotary
 import torch
 import torch.nn.functional as F
 from grid import (
@@ -290,6 +291,21 @@ def test_glu(activation, dtype, layout):
         gate, out = a.x.clone(), up.clone()
         torch.ops.gander.glu_bwd_(gate, out, a.dy, gelu=activation != "silu", tanh=activation == "gelu_tanh")
         assert same_bits(gate, got[1]) and same_bits(out, got[2])
+
+
+@pytest.mark.parametrize("layout", rotary.LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_rotary(dtype, interleaved, layout):
+    """Rotary embeddings of queries and keys, with their gradients and in place."""
+    for size in rotary.SIZES:
+        rotary.check(size, dtype, layout, interleaved)
+
+
+@pytest.mark.parametrize("columns, width", [(128, 128), (96, 32), (50, 18)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_rotary_positions(dtype, columns, width):
+    rotary.check_positions(columns, width, dtype)
 
 
 @pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])

@@ -2,6 +2,7 @@
 
 import gander
 import pytest
+import rotary
 import torch
 import torch.nn.functional as F
 from grid import EPS, gradients, losses, lse_of, rms_norm, same_bits
@@ -137,6 +138,36 @@ def test_rows_far_apart():
         strict=True,
     ):
         assert same_bits(got, want)
+
+
+# Heads that follow each other for each token, and tokens that follow each other for each head.
+@gib(40)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("columns", [128, 122])
+@pytest.mark.parametrize("layout", [rotary.tokens_first, rotary.heads_first], ids=lambda f: f.__name__)
+def test_rotary(layout, columns, interleaved):
+    tokens, of_q, of_k = 550000, 32, 2
+    q, k = (layout(filled((1, tokens, heads, columns), torch.bfloat16)) for heads in (of_q, of_k))
+    assert q.numel() > LIMIT
+    tables = torch.randn(2, tokens, columns // 2, device="cuda").unbind()
+    border = LIMIT // (of_q * columns)
+    few = [0, 1, border - 1, border, border + 1, tokens - 2, tokens - 1]
+    wide = [rotary.for_elements(t[few], interleaved) for t in tables]
+    results = gander.rotary(q, k, *tables, interleaved)
+    back = torch.ops.gander.rotary_bwd(
+        *(y.transpose(1, 2) for y in results), *tables, interleaved=interleaved, needs_dk=True
+    )
+    back = [x.transpose(1, 2) for x in back]
+    for got, of, (cos, sin) in (results, (q, k), wide), (back, results, (wide[0], -wide[1])):
+        for y, x in zip(got, of, strict=True):
+            theirs, exact = (
+                rotary.formula(x[:, :, few].to(kind), cos.to(kind), sin.to(kind), interleaved)
+                for kind in (x.dtype, torch.float64)
+            )
+            assert_accurate(y[:, :, few], theirs, exact)
+    del back
+    gander.rotary(q, k, *tables, interleaved, inplace=True)
+    assert same_bits(q, results[0]) and same_bits(k, results[1])
 
 
 @gib(40)

@@ -121,10 +121,13 @@ def test_opcheck():
     x = torch.randn(30, 1001, device="cuda", requires_grad=True)
     target = Inputs(30, 1001, torch.float32).target
     weight = torch.randn(1001, device="cuda", requires_grad=True)
+    heads = torch.randn(2, 6, 30, 64, device="cuda", requires_grad=True).transpose(1, 2)
+    cos, sin = torch.randn(2, 30, 32, device="cuda").unbind()
     for op, arguments in (
         (torch.ops.gander.softmax, (x,)),
         (torch.ops.gander.rmsnorm, (x, weight)),
         (torch.ops.gander.cross_entropy, (x, target)),
+        (torch.ops.gander.rotary, (heads, None, cos, sin)),
     ):
         assert set(torch.library.opcheck(op.default, arguments).values()) == {"SUCCESS"}
 
