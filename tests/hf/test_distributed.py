@@ -8,7 +8,6 @@ from pathlib import Path
 
 import gander.hf
 import models
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -122,20 +121,14 @@ def work(rank, port, folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """What failed in which case and process. One pair of processes, which takes long to start, runs all."""
-    folder = tmp_path_factory.mktemp("ranks")
-    models.model("Llama", F32).save_pretrained(folder / FOLDER)
+def test_in_two_processes(tmp_path):
+    """One test for all cases: a process takes long to start."""
+    models.model("Llama", F32).save_pretrained(tmp_path / FOLDER)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, str(folder)), nprocs=RANKS)
-    return [ast.literal_eval((folder / f"failures-{rank}").read_text()) for rank in range(RANKS)]
-
-
-@pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_in_two_processes(case, failures):
+    torch.multiprocessing.spawn(work, (port, str(tmp_path)), nprocs=RANKS)
     for rank in range(RANKS):
-        assert case not in failures[rank], f"rank {rank}: {failures[rank][case]}"
+        failures = ast.literal_eval((tmp_path / f"failures-{rank}").read_text())
+        told = [f"rank {rank}, {' '.join(case)}: {text}" for case, text in failures.items()]
+        assert not told, "\n".join(told)
