@@ -2,7 +2,6 @@
 
 import ast
 import os
-import socket
 import traceback
 from pathlib import Path
 
@@ -104,11 +103,12 @@ CASES = {
 }
 
 
-def work(rank, port, folder):
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ |= dict(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+def work(rank, folder):
+    environment = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS, LOCAL_WORLD_SIZE=RANKS)
+    os.environ |= {name: str(value) for name, value in environment.items()}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    # A file, because another program may take a port that was free.
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store")
     os.chdir(folder)
     failures = {}
     for case, run in CASES.items():
@@ -124,10 +124,7 @@ def work(rank, port, folder):
 def test_in_two_processes(tmp_path):
     """One test for all cases: a process takes long to start."""
     models.model("Llama", F32).save_pretrained(tmp_path / FOLDER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, str(tmp_path)), nprocs=RANKS)
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
     for rank in range(RANKS):
         failures = ast.literal_eval((tmp_path / f"failures-{rank}").read_text())
         told = [f"rank {rank}, {' '.join(case)}: {text}" for case, text in failures.items()]
