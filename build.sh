@@ -627,11 +627,11 @@ site() {
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
-# gander.hf with the newest of the packages that it adapts to. The tests of one group share two processes.
+# gander.hf with the packages that it adapts to.
 check_hf() {
   PYTHON=$VENV/bin/python
   more_packages hf "transformers, accelerate and PEFT"
-  OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --dist loadgroup --timeout 600
+  OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
 }
 
 # Run operators on emulated devices: with clusters and without, and with too little shared memory for some
