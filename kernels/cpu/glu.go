@@ -34,60 +34,84 @@ func (elementwise[T]) firstPass(*worker[T], int, int, int, []partial) {}
 func (elementwise[T]) combine(*worker[T], int, []partial) rowStats    { return rowStats{} }
 
 func (gluForward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
-	act, rounds := activationOf[T](w.glu.Activation), w.rounding()
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
-		y := w.output(2, &w.y, row, j, n)
-		up := w.read(1, &w.dy, row, j, n)
-		for i, gate := range w.read(0, &w.x, row, j, n) {
-			value, _ := act(float64(gate))
-			y[i] = T(rounds(value) * float64(up[i]))
-		}
+		gates, up := w.read(0, &w.x, row, j, n), w.read(1, &w.dy, row, j, n)
+		value, y := w.scratch(2, j, n), w.output(2, &w.y, row, j, n)
+		w.activate(value, nil, gates)
+		w.multiply(y, value, up)
 		w.write(&w.y, row, j, y)
 	}
 }
 
+// secondPass has each result in place of what is not read any more.
 func (gluBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, _ rowStats) {
-	act, rounds := activationOf[T](w.glu.Activation), w.rounding()
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
-		gates, ups, dy := w.read(0, &w.x, row, j, n), w.read(1, &w.y, row, j, n), w.read(2, &w.dy, row, j, n)
+		gates, up, dy := w.read(0, &w.x, row, j, n), w.read(1, &w.y, row, j, n), w.read(2, &w.dy, row, j, n)
+		value, slope := w.rounded[w.blockRoom:][:n], w.scratch(0, j, n)
+		w.activate(value, slope, gates)
 		dgate, dup := w.output(0, &w.dx, row, j, n), w.output(1, &w.glu.DUp, row, j, n)
-		for i, gate := range gates {
-			up, dy := float64(ups[i]), float64(dy[i])
-			value, derivative := act(float64(gate))
-			dgate[i] = T(rounds(dy*up) * derivative)
-			dup[i] = T(dy * rounds(value))
-		}
+		w.multiply(dup, dy, up)
+		w.roundIntermediate(dup)
+		w.multiply(dgate, dup, slope)
+		w.multiply(dup, dy, value)
 		w.write(&w.dx, row, j, dgate)
 		w.write(&w.glu.DUp, row, j, dup)
 	}
 }
 
-// rounding returns a function that rounds to the rows' type, or with no option to do so does not.
-func (c *call[T]) rounding() func(v float64) float64 {
-	switch {
-	case !c.glu.Round:
-	case c.x.DType == kernels.Float16:
-		return func(v float64) float64 { return float64(widenFloat16(narrowFloat16(float32(v)))) }
-	case c.x.DType == kernels.BFloat16:
-		return func(v float64) float64 { return float64(widenBFloat16(narrowBFloat16(float32(v)))) }
-	case c.x.DType == kernels.Float32:
-		return func(v float64) float64 { return float64(float32(v)) }
+func (w *worker[T]) multiply(dst, x, y []T) { w.funcs.multiply(dst, x, y, 1) }
+
+// activate computes act(x), which with the option is rounded to the rows' type, and its derivative, unless
+// slope is nil.
+func (w *worker[T]) activate(value, slope, x []T) {
+	switch w.glu.Activation {
+	case kernels.GELU:
+		w.funcs.gelu(value, slope, x)
+	case kernels.GELUTanh:
+		const twice, cubic = 2 * 0.797884560802865356, 0.044715 // 2 sqrt(2 / pi)
+		// 0.5 (1 + tanh(u)) is the sigmoid of 2 u, which keeps its digits where tanh(u) is nearly -1.
+		w.funcs.gate(value, slope, x, twice, twice*cubic)
+	default:
+		w.funcs.gate(value, slope, x, 1, 0)
 	}
-	return func(v float64) float64 { return v }
+	w.roundIntermediate(value)
 }
 
-// activationOf returns a function that returns act(x) and its derivative. What follows an exponential in T is
-// computed in float64, so that it rounds nothing.
-func activationOf[T float](a kernels.Activation) func(x float64) (value, derivative float64) {
-	switch a {
-	case kernels.GELU:
-		return gelu
-	case kernels.GELUTanh:
-		return geluTanh[T]
+// roundIntermediate rounds to the rows' type, if the option asks for it.
+func (w *worker[T]) roundIntermediate(x []T) {
+	if w.glu.Round && w.x.DType != native[T]() {
+		w.roundTo(x, x, 1, w.x.DType)
 	}
-	return silu[T]
+}
+
+// farSquare is the largest square that gate takes: a sigmoid of more is 0 or 1 already, and products of an
+// infinity and 0 would be NaN.
+const farSquare = 0x1p100
+
+// gate is computed in float64, except for the exponential in T, so that it rounds nothing else. The
+// exponential of -|v| is at most 1, and both s = sigmoid(v) and 1 - s keep all their digits.
+func gate[T float](value, slope, x []T, a, b T) {
+	for i, v := range x {
+		x, c, d := float64(v), float64(a), float64(b)
+		square := min(x*x, farSquare)
+		s, rest := sigmoid[T](x * (c + d*square))
+		value[i] = T(x * s)
+		if slope != nil {
+			slope[i] = T(s + s*rest*x*(c+3*d*square))
+		}
+	}
+}
+
+// sigmoid is s = 1 / (1 + exp(-v)), and 1 - s.
+func sigmoid[T float](v float64) (s, rest float64) {
+	e := expOf[T](-math.Abs(v))
+	s, rest = 1/(1+e), e/(1+e)
+	if v < 0 {
+		return rest, s
+	}
+	return s, rest
 }
 
 // expOf is exp(x), in T. In float32 it has the digits that x loses when it is rounded to float32.
@@ -97,39 +121,23 @@ func expOf[T float](x float64) float64 {
 	}
 	rounded := float32(x)
 	e := float64(exp32(rounded))
-	if e == 0 || e > math.MaxFloat32 {
-		return e
+	if e == 0 {
+		return 0
 	}
 	return e + e*(x-float64(rounded))
 }
 
-// remainder is 1 - s for the sigmoid s = 1 / (1 + e), with the digits that s loses where it is nearly 1.
-func remainder(s, e float64) float64 {
-	if e < 1 {
-		return s * e
-	}
-	return 1 - s
-}
-
-func silu[T float](x float64) (value, derivative float64) {
-	e := expOf[T](-x)
-	s := 1 / (1 + e)
-	return x / (1 + e), s * (1 + x*remainder(s, e))
-}
+const densityAt0 = 0.398942280401432678 // of the normal distribution: 1 / sqrt(2 pi)
 
 // gelu has the share of the normal distribution below x as half of erfc, which keeps its digits where it is
 // small.
-func gelu(x float64) (value, derivative float64) {
-	below := math.Erfc(-x*(1/math.Sqrt2)) / 2
-	density := math.Exp(-x*x/2) * (1 / math.Sqrt(2*math.Pi))
-	return x * below, below + x*density
-}
-
-// geluTanh is gelu with 0.5 (1 + tanh(u)) for the distribution. That is the sigmoid of 2 u, which keeps its
-// digits where tanh(u) is nearly -1.
-func geluTanh[T float](x float64) (value, derivative float64) {
-	const twice, cubic = 2 * 0.797884560802865356, 0.044715 // 2 sqrt(2 / pi)
-	e := expOf[T](-twice * x * (1 + cubic*x*x))
-	s := 1 / (1 + e)
-	return x / (1 + e), s * (1 + x*remainder(s, e)*twice*(1+3*cubic*x*x))
+func gelu[T float](value, slope, x []T) {
+	for i, v := range x {
+		x := float64(v)
+		below := math.Erfc(-x*(1/math.Sqrt2)) / 2
+		value[i] = T(x * below)
+		if slope != nil {
+			slope[i] = T(below + x*math.Exp(-x*x/2)*densityAt0)
+		}
+	}
 }

@@ -146,7 +146,7 @@ type worker[T float] struct {
 	task     int       // the current one
 	buffer   []T       // three parts, see scratch
 	ahead    int       // elements of other rows in part 0, before the current one, with plan.together
-	rounded  []T       // two blocks, for roundTo
+	rounded  []T       // two blocks: one for roundTo, one for an intermediate result
 	partials []partial // of the current row, or of plan.together rows of one block
 	dw, db   []float64 // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom  int       // column
@@ -312,7 +312,7 @@ func (c *call[T]) layOut(memory []byte) int {
 	for i := range c.workers {
 		w := &c.workers[i]
 		w.buffer, w.rounded = take[T](&a, first+2*c.blockRoom), nil
-		if c.norm.RoundNormalized || c.roundsSum() {
+		if c.norm.RoundNormalized || c.roundsSum() || c.glu.Gate.Present() {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))

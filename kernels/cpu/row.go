@@ -38,6 +38,10 @@ type rowFuncs[T float] struct {
 	normalize   func(dst, x, w, b []T, hi, lo, c T)                    // dst = ((x - hi) - lo) * c * w + b
 	normGrad    func(dst, x, w, dout []T, k, m, r float64)             // dst = (dout * w - x * k - m) * r
 
+	// With v = (a + b * x^2) * x: value = x * sigmoid(v), slope = its derivative. slope may be nil.
+	gate func(value, slope, x []T, a, b T)
+	gelu func(value, slope, x []T) // the same of x * P(x), where P is the normal distribution
+
 	expAll   func(x []float64) // x = exp(x)
 	log1pAll func(x []float64) // x = log(1 + x)
 

@@ -44,6 +44,8 @@ var avx2 = rowFuncs[float32]{
 	moments:     momentsAVX2,
 	normalize:   normalizeAVX2,
 	normGrad:    normGradAVX2,
+	gate:        gateAVX2,
+	gelu:        geluAVX2,
 
 	dotRaw: [4]func(x, y unsafe.Pointer, n int) float64{
 		kernels.BFloat16: dotBFloat16AVX2, kernels.Float32: dotFloat32AVX2,
@@ -220,6 +222,95 @@ func expScaleAVX2(dst, src []float32, m, c float32) {
 		k.scaled8(x, p, scale).Mul(cv).StoreMasked(floatPtr8(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
+}
+
+// gateAVX2 divides once. The sigmoid of v is `above` where v is positive. Else it is 1 minus that, which is
+// computed as a difference where that keeps the digits (near), and as a product elsewhere.
+//
+//go:nocheckptr
+func gateAVX2(value, slope, x []float32, a, b float32) {
+	k := simdConstants
+	av, bv := archsimd.BroadcastFloat32x8(a), archsimd.BroadcastFloat32x8(b)
+	b3, far := archsimd.BroadcastFloat32x8(3*b), archsimd.BroadcastFloat32x8(farSquare)
+	zero, one := c8(&k.zero), c8(&k.one)
+	minusOne := zero.Sub(one)
+	for i := 0; i < len(x); i += 8 {
+		g := loadUpTo8(x, i)
+		square := g.Mul(g).Min(far)
+		v := bv.MulAdd(square, av).Mul(g)
+		e := k.expOf8(v.Min(zero.Sub(v)))
+		// lost is what q has lost to 1 / (1 + e), relative to q.
+		sum := one.Add(e)
+		q := one.Div(sum)
+		minusQ := zero.Sub(q)
+		lost := minusQ.MulAdd(e.Sub(sum.Sub(one)), minusQ.MulAdd(sum, one))
+		above, near := q.MulAdd(lost, q), minusQ.MulAdd(lost, one.Sub(q))
+		below := e.Mul(above)
+		s := below.Merge(near, v.Less(minusOne)).Merge(above, v.Less(zero))
+		storeUpTo8(value, i, g.Mul(s))
+		if slope != nil {
+			storeUpTo8(slope, i, below.Mul(above).Mul(g).MulAdd(b3.MulAdd(square, av), s))
+		}
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+// geluAVX2 has the share of the normal distribution by two formulas (simd_amd64.go). Far out, `small` keeps
+// its digits. Where that is not small, `near` rounds less.
+//
+//go:nocheckptr
+func geluAVX2(value, slope, x []float32) {
+	k := simdConstants
+	zero, one := c8(&k.zero), c8(&k.one)
+	far := archsimd.BroadcastFloat32x8(20) // where the exponential is 0
+	for i := 0; i < len(x); i += 8 {
+		g := loadUpTo8(x, i)
+		z := g.Max(zero.Sub(g)).Min(far)
+		half := z.Mul(c8(&k.minusHalf))
+		exponent := z.Mul(half)
+		e := k.expOf8(exponent)
+		e = e.MulAdd(z.MulAdd(half, zero.Sub(exponent)), e) // what the exponent lost to rounding
+		t := one.Div(z.MulAdd(c8(&k.millsScale), one))
+		p := c8(&k.mills9).MulAdd(t, c8(&k.mills8)).MulAdd(t, c8(&k.mills7)).MulAdd(t, c8(&k.mills6)).
+			MulAdd(t, c8(&k.mills5)).MulAdd(t, c8(&k.mills4)).MulAdd(t, c8(&k.mills3)).
+			MulAdd(t, c8(&k.mills2)).MulAdd(t, c8(&k.mills1))
+		small := p.Mul(t).Mul(e)
+		square := z.Mul(z)
+		near := c8(&k.near5).MulAdd(square, c8(&k.near4)).MulAdd(square, c8(&k.near3)).
+			MulAdd(square, c8(&k.near2)).MulAdd(square, c8(&k.near1)).MulAdd(square, c8(&k.density)).
+			MulAdd(g, zero.Sub(c8(&k.minusHalf)))
+		below := near.Merge(small.Merge(one.Sub(small), g.Less(zero)), z.Less(one))
+		storeUpTo8(value, i, g.Mul(below))
+		if slope != nil {
+			storeUpTo8(slope, i, g.Mul(c8(&k.density)).MulAdd(e, below))
+		}
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+// loadUpTo8 loads elements i to i+7, as far as there are so many. storeUpTo8 stores them.
+//
+//go:nocheckptr
+func loadUpTo8(x []float32, i int) f32x8 {
+	if i+8 <= len(x) {
+		return load8(x, i)
+	}
+	return loadTail8(x, i, tailMask8(len(x)-i))
+}
+
+//go:nocheckptr
+func storeUpTo8(x []float32, i int, v f32x8) {
+	if i+8 <= len(x) {
+		v.Store(floatPtr8(x, i))
+		return
+	}
+	v.StoreMasked(floatPtr8(x, i), tailMask8(len(x)-i))
+}
+
+// expOf8 is exp(x) for x up to 0, also for -inf.
+func (k *constants) expOf8(x f32x8) f32x8 {
+	power, scale := k.exp8(x)
+	return k.scaled8(x, power, scale)
 }
 
 func dotAVX2(x, y []float32) float64 {

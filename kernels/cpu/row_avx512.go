@@ -50,6 +50,8 @@ var avx512 = rowFuncs[float32]{
 	moments:     momentsAVX512,
 	normalize:   normalizeAVX512,
 	normGrad:    normGradAVX512,
+	gate:        gateAVX512,
+	gelu:        geluAVX512,
 
 	expSum:  expSumAVX512,
 	expRows: expRowsAVX512,
@@ -87,8 +89,9 @@ type (
 	f64x8  = archsimd.Float64x8
 )
 
-// n16 loads a constant.
-func n16(c *ints) i32x16 { return archsimd.LoadInt32x16((*[16]int32)(c)) }
+// c16 and n16 load a constant.
+func c16(c *floats) f32x16 { return archsimd.LoadFloat32x16((*[16]float32)(c)) }
+func n16(c *ints) i32x16   { return archsimd.LoadInt32x16((*[16]int32)(c)) }
 
 // floatPtr16 points at elements i to i+15. The pointers below are alike.
 func floatPtr16(x []float32, i int) *[16]float32 {
@@ -289,6 +292,99 @@ func multiplyAVX512(dst, x, w []float32, c float32) {
 		loadTail16(x, i, mask).Mul(cv).Mul(loadTail16(w, i, mask)).StoreMasked(floatPtr16(dst, i), mask)
 	}
 	archsimd.ClearAVXUpperBits()
+}
+
+// gateAVX512 divides once. The sigmoid of v is `above` where v is positive. Else it is 1 minus that, which is
+// computed as a difference where that keeps the digits (near), and as a product elsewhere.
+//
+//go:nocheckptr
+func gateAVX512(value, slope, x []float32, a, b float32) {
+	k := simdConstants
+	av, bv := archsimd.BroadcastFloat32x16(a), archsimd.BroadcastFloat32x16(b)
+	b3, far := archsimd.BroadcastFloat32x16(3*b), archsimd.BroadcastFloat32x16(farSquare)
+	zero, one := c16(&k.zero), c16(&k.one)
+	minusOne := zero.Sub(one)
+	for i := 0; i < len(x); i += 16 {
+		g := loadUpTo16(x, i)
+		square := g.Mul(g).Min(far)
+		v := bv.MulAdd(square, av).Mul(g)
+		e := k.expOf16(v.Min(zero.Sub(v)))
+		// lost is what q has lost to 1 / (1 + e), relative to q.
+		sum := one.Add(e)
+		q := one.Div(sum)
+		minusQ := zero.Sub(q)
+		lost := minusQ.MulAdd(e.Sub(sum.Sub(one)), minusQ.MulAdd(sum, one))
+		above, near := q.MulAdd(lost, q), minusQ.MulAdd(lost, one.Sub(q))
+		below := e.Mul(above)
+		s := below.Merge(near, v.Less(minusOne)).Merge(above, v.Less(zero))
+		storeUpTo16(value, i, g.Mul(s))
+		if slope != nil {
+			storeUpTo16(slope, i, below.Mul(above).Mul(g).MulAdd(b3.MulAdd(square, av), s))
+		}
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+// geluAVX512 has the share of the normal distribution by two formulas (simd_amd64.go). Far out, `small` keeps
+// its digits. Where that is not small, `near` rounds less.
+//
+//go:nocheckptr
+func geluAVX512(value, slope, x []float32) {
+	k := simdConstants
+	zero, one := c16(&k.zero), c16(&k.one)
+	far := archsimd.BroadcastFloat32x16(20) // where the exponential is 0
+	for i := 0; i < len(x); i += 16 {
+		g := loadUpTo16(x, i)
+		z := g.Max(zero.Sub(g)).Min(far)
+		half := z.Mul(c16(&k.minusHalf))
+		exponent := z.Mul(half)
+		e := k.expOf16(exponent)
+		e = e.MulAdd(z.MulAdd(half, zero.Sub(exponent)), e) // what the exponent lost to rounding
+		t := one.Div(z.MulAdd(c16(&k.millsScale), one))
+		p := c16(&k.mills9).MulAdd(t, c16(&k.mills8)).MulAdd(t, c16(&k.mills7)).MulAdd(t, c16(&k.mills6)).
+			MulAdd(t, c16(&k.mills5)).MulAdd(t, c16(&k.mills4)).MulAdd(t, c16(&k.mills3)).
+			MulAdd(t, c16(&k.mills2)).MulAdd(t, c16(&k.mills1))
+		small := p.Mul(t).Mul(e)
+		square := z.Mul(z)
+		near := c16(&k.near5).MulAdd(square, c16(&k.near4)).MulAdd(square, c16(&k.near3)).
+			MulAdd(square, c16(&k.near2)).MulAdd(square, c16(&k.near1)).MulAdd(square, c16(&k.density)).
+			MulAdd(g, zero.Sub(c16(&k.minusHalf)))
+		below := near.Merge(small.Merge(one.Sub(small), g.Less(zero)), z.Less(one))
+		storeUpTo16(value, i, g.Mul(below))
+		if slope != nil {
+			storeUpTo16(slope, i, g.Mul(c16(&k.density)).MulAdd(e, below))
+		}
+	}
+	archsimd.ClearAVXUpperBits()
+}
+
+// loadUpTo16 loads elements i to i+15, as far as there are so many. storeUpTo16 stores them.
+//
+//go:nocheckptr
+func loadUpTo16(x []float32, i int) f32x16 {
+	if i+16 <= len(x) {
+		return load16(x, i)
+	}
+	return loadTail16(x, i, tailMask16(len(x)-i))
+}
+
+//go:nocheckptr
+func storeUpTo16(x []float32, i int, v f32x16) {
+	if i+16 <= len(x) {
+		v.Store(floatPtr16(x, i))
+		return
+	}
+	v.StoreMasked(floatPtr16(x, i), tailMask16(len(x)-i))
+}
+
+// expOf16 is exp(x) for x up to 0, also for -inf: see row.go for the formula.
+func (k *constants) expOf16(x f32x16) f32x16 {
+	x = x.Max(c16(&k.expLow))
+	t := x.MulAdd(c16(&k.log2E), c16(&k.roundBias))
+	n := t.Sub(c16(&k.roundBias))
+	r := n.MulAdd(c16(&k.minusLn2Low), n.MulAdd(c16(&k.minusLn2High), x))
+	return c16(&k.exp6).MulAdd(r, c16(&k.exp5)).MulAdd(r, c16(&k.exp4)).MulAdd(r, c16(&k.exp3)).
+		MulAdd(r, c16(&k.exp2)).MulAdd(r, c16(&k.one)).MulAdd(r, c16(&k.one)).Scale(n)
 }
 
 // In softmax_amd64.s.

@@ -42,6 +42,8 @@ var portable32 = rowFuncs[float32]{
 	moments:     moments[float32],
 	normalize:   normalize[float32],
 	normGrad:    normGrad[float32],
+	gate:        gate[float32],
+	gelu:        gelu[float32],
 }
 
 var portable64 = rowFuncs[float64]{
@@ -68,6 +70,8 @@ var portable64 = rowFuncs[float64]{
 	moments:     moments[float64],
 	normalize:   normalize[float64],
 	normGrad:    normGrad[float64],
+	gate:        gate[float64],
+	gelu:        gelu[float64],
 }
 
 func loadFloat16(dst []float32, src unsafe.Pointer) {

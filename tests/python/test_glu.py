@@ -1,9 +1,10 @@
-"""Gated linear units: gradients that backward writes over gate and up."""
+"""Gated linear units: their accuracy, and gradients that backward writes over gate and up."""
 
 import gander
 import pytest
 import torch
 import torch.nn.functional as F
+from tolerance import assert_accurate
 from torch.utils.checkpoint import checkpoint
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -278,3 +279,31 @@ def test_training_step(name, device):
         return [p for copy in copies for p in copy.parameters()]
 
     assert all(map(torch.equal, step(True), step(False)))
+
+
+ACTIVATIONS = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu, tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_accuracy(name, dtype, scale, device):
+    """Beside torch's activation and product. Gates have the sizes of early and of trained layers."""
+    gate, up, dy = (torch.randn(70, 333, dtype=DOUBLE).to(device, dtype) for _ in range(3))
+    gate = gate * scale
+
+    def results(function, dtype):
+        given = [tensor.to(dtype).detach().requires_grad_() for tensor in (gate, up)]
+        y = function(*given)
+        return y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))
+
+    def theirs(gate, up):
+        return ACTIVATIONS[name](gate) * up
+
+    got, torchs, exact = results(TWO[name], dtype), results(theirs, dtype), results(theirs, DOUBLE)
+    for what, *three in zip(("y", "dgate", "dup"), got, torchs, exact, strict=True):
+        assert_accurate(*three, what)
