@@ -140,6 +140,11 @@ var rows = map[kernels.Op]struct {
 
 	kernels.GLUForward:  {2, true, false},
 	kernels.GLUBackward: {3, true, false},
+
+	// Two vectors of each head, and backward of what forward read too.
+	kernels.Rotate:               {2, true, false},
+	kernels.QKNormRotate:         {2, true, false},
+	kernels.QKNormRotateBackward: {4, true, false},
 }
 
 // expected is the minimum of each count in a variant's code.
@@ -162,13 +167,19 @@ func expected(v *kernels.Variant) (least moves) {
 		least.stores = v.Vectors
 	}
 	switch {
-	case v.Unaligned && v.Shape == kernels.Columns: // a thread processes one column, whatever its alignment
+	// A thread processes one column, or one pair of a head, whatever its alignment.
+	case v.Unaligned && (v.Shape == kernels.Columns || ofHeads(v.Op)):
 		least.loads, least.stores = 0, 0
 	case v.Unaligned && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes:
 		// The second operand may have any type.
 		least.loads = min(least.loads, v.Vectors)
 	}
 	return least
+}
+
+// ofHeads tells whether an op works on the heads of tokens.
+func ofHeads(op kernels.Op) bool {
+	return op == kernels.Rotate || op == kernels.QKNormRotate || op == kernels.QKNormRotateBackward
 }
 
 // moves counts a kernel's instructions that move rows. Kernels store rows, and nothing else, with the hint EF
