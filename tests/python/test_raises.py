@@ -64,6 +64,7 @@ def listed():
     entries = {}
     for line in LIST.read_text().splitlines():
         path, function, count, reason = line.split(maxsplit=3)
+        assert f"{path} {function}" not in entries, f"raises.txt lists {path} {function} twice"
         entries[f"{path} {function}"] = int(count), reason
     return entries
 
