@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._functions.arguments import code_of, overridden, refuse_label_smoothing
 from ._table import REDUCTIONS, Reduction
-from ._torch.autograd import refuse_gradients
 from ._torch.dtensor import is_dtensor
+from ._torch.refusals import refuse_gradients
 from ._torch.sharded_cross_entropy import chunks, of_slices
 from ._torch.tensors import stands_for_tensor, unusable
 

@@ -114,7 +114,16 @@ def arguments(function, argument, options):
         "in_features": N,
         "out_features": CLASSES,
         "enabled": False,
+        "q": torch.randn(2, 3, M, N),
+        "k": torch.randn(2, 1, M, N),
+        "q_weight": torch.ones(N),
+        "k_weight": torch.ones(N),
+        "cos": torch.ones(M, N // 2),
+        "sin": torch.ones(M, N // 2),
+        "eps": 1e-6,
     }
+    if function == "apply_rotary_emb":
+        values["x"] = torch.randn(2, M, 3, N)
     given = {name: values[name] for name in names}
     return {
         name: torch.randn(M, N) if value is None and name in ROWS else value for name, value in given.items()
@@ -148,6 +157,7 @@ KINDS |= dict.fromkeys(
 KINDS |= dict.fromkeys(("one_pass", "size_average", "reduce", "elementwise_affine"), "flag")
 KINDS |= dict.fromkeys(("shape", "normalized_shape"), "shape")
 KINDS |= dict.fromkeys(("chunk", "in_features", "out_features"), "size")
+KINDS |= {"inplace": "flag", "seqlen_offsets": "integer or tensor", "max_seqlen": "anything"}
 KINDS |= {"label_smoothing": "number", "_stacklevel": "integer", "device": "device"}
 KINDS |= {"dim": "dim", "axis": "dim", "keepdims": "flag"}
 

@@ -22,7 +22,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .._table import (
     IF_SERVED,
-    SHAPES,
     TORCH,
     arguments,
     demand,
@@ -35,8 +34,9 @@ from .._table import (
     tensors,
     upstream,
 )
-from . import fast
+from . import fast, missing_gradients
 from .eager import are_apart, is_batched, is_eager, is_of_leaf, may_write
+from .refusals import refuse_gradients, refuse_tangents
 from .registry import complete, overloads, registry, untraced
 
 AFTER = torch._C._after_autograd_keyset
@@ -44,7 +44,6 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 _in_transform = torch._C._are_functorch_transforms_active
 
 _NO_SECOND = "gander: second derivatives are not supported; use torch's operators"
-_NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
 
 
 def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
@@ -60,26 +59,6 @@ def _sources(name: str, wanted: set[str], dtypes: dict) -> dict[str, str]:
             if twin not in wanted or dtypes[twin] == dtypes[operand.gradient]:
                 sources[operand.gradient] = twin
     return sources
-
-
-def materializes(name: str) -> bool:
-    """Whether a missing gradient of a result has to be made by autograd, which knows the result's shape.
-
-    It need not be where backward saves rows, which have that shape.
-    """
-    of = operands(TORCH[name].backward)
-    heads = upstream(TORCH[name].backward).values()
-    return len(heads) > 1 and SHAPES[of[next(iter(heads))].shape].layout == "heads"
-
-
-def _needed(of: dict, operand) -> set[str]:
-    """The operands without which an output cannot be computed."""
-    found, left = set(), [operand.needs] if operand.output else []
-    for name in left:
-        if name and name not in found:
-            found.add(name)
-            left.append(of[name].needs)
-    return found
 
 
 def _choices(gradient_op: str, sources: dict[str, str], dtypes: dict) -> dict:
@@ -130,17 +109,7 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
     required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
-    # Where autograd makes missing gradients: the upstream gradients that not all gradients need, by the index
-    # of their result, with the indices of the inputs whose gradients need it, and among the options of what
-    # asks for the result.
-    partners = {}
-    if materializes(name):
-        options = arguments(name)[len(tensors(name)) :]
-        for result, argument in heads.items():
-            needed_by = [operand.gradient for operand in of.values() if argument in _needed(of, operand)]
-            if needed_by:
-                places = [*map(inputs.index, needed_by)]
-                partners[results.index(result)] = places, options.index(demand(result))
+    partners = missing_gradients.partners(name, inputs)
     # Options of forward that callers cannot choose.
     fixed = {key: bool(value) for key, value in TORCH[name].fixed.items() if key in arguments(gradient_op)}
     types = [argument.type for argument in TORCH[gradient_op].arguments]
@@ -208,7 +177,7 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
 def forward(name: str):
     """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
     overload, results, names, saved = overloads[name], TORCH[name].results, arguments(name), TORCH[name].saved
-    made = materializes(name)
+    made = missing_gradients.are_made(name)
     first_option, typed = len(tensors(name)), differentiable(name) if takes_dtypes(name) else ()
     # What backward needs: the argument that asks for it, and the one with which it is needed, or "".
     demands = [
@@ -351,25 +320,6 @@ def apply_with(title: str, forward, gradient, places: Sequence[int], count: int)
     return apply_of(title, forward, backward)
 
 
-def refuse_outer_gradients(what, x):
-    """For a function that is applied without the dispatcher, so at the innermost level of torch.func alone.
-
-    Others, and autograd outside of all, would take its result for a constant.
-    """
-    if not _in_transform() or not is_grad_enabled():
-        return
-    functorch = torch._C._functorch
-    if functorch.maybe_get_level(x) == functorch.maybe_current_level():
-        x = functorch.get_unwrapped(x)
-    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
-    if x.requires_grad:
-        raise NotImplementedError(
-            f"gander: {what} has a gradient for the innermost transform of torch.func only; "
-            "differentiate there, or detach x"
-        )
-
-
 def _refusal(name):
     """The apply of an operator that has no gradient. Differentiating its results raises an error."""
     message = _NO_SECOND
@@ -402,23 +352,6 @@ _once_differentiable = apply_of("once_differentiable", _same, _refuse_second)
 def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
     """A gradient that was computed from sources below autograd. Its own derivative raises an error."""
     return _once_differentiable(gradient, *sources) if is_grad_enabled() else gradient
-
-
-def refuse_tangents(given) -> None:
-    """Raises an error if one of these tensors or None has a tangent of forward mode."""
-    for tensor in given:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(_NO_FORWARD)
-
-
-def refuse_gradients(name, given) -> None:
-    """Raises an error if one of these tensors or None, by argument, requires a gradient."""
-    for argument, tensor in given.items():
-        if tensor is not None and tensor.requires_grad and is_grad_enabled():
-            raise NotImplementedError(
-                f"gander: {argument} requires a gradient, but {name} has none for it, expected a constant; "
-                "detach it"
-            )
 
 
 def _kernel(name, choose, instead):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
-from .autograd import AFTER, apply_with, below_autograd, call_below_autograd, refuse_tangents
+from .autograd import AFTER, apply_with, below_autograd, call_below_autograd
+from .refusals import refuse_tangents
 from .registry import registry, untraced
 from .vmap import each_sample
 

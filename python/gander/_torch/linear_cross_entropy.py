@@ -15,11 +15,12 @@ from torch.jit import is_tracing
 
 from .._table import MEAN, NONE
 from . import operators_gen
-from .autograd import apply_with, once_differentiable, refuse_tangents
+from .autograd import apply_with, once_differentiable
 from .cross_entropy import is_first_backward
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
+from .refusals import refuse_tangents
 from .registry import overloads
 from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, statistic, unusable
 

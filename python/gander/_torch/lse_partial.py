@@ -5,11 +5,12 @@ import torch
 
 from .._table import MEAN, NONE
 from . import operators_gen
-from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
+from .autograd import apply_with
 from .cross_entropy import gradient_of_kept, keep
 from .dtensor import dimensions_of_classes, is_dtensor
 from .fakes import check_inputs
 from .graph_operators import define
+from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
 from .tensors import NARROW, dtype_of, has_no_values, statistic, unusable
 
 _THIRD = "class weights, which are third in torch, are weight="

@@ -21,11 +21,12 @@ from torch import Tensor
 from .. import _debug
 from .._table import MEAN, NONE, REDUCTIONS
 from . import operators_gen
-from .autograd import apply_with, refuse_gradients, refuse_outer_gradients, refuse_tangents
+from .autograd import apply_with
 from .cross_entropy import gradient, keep, kept
 from .fakes import check_inputs
 from .graph_operators import define
 from .kernels import explained
+from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
 from .tensors import check_targets, has_no_values, statistic
 
 

@@ -113,7 +113,7 @@ def _fits(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
     )
 
 
-def _turned(x: Tensor | None, unsqueeze_dim: int) -> Tensor | None:
+def _turned(x: Any, unsqueeze_dim: int) -> Any:
     """Heads before tokens, or back. With unsqueeze_dim=2 the function has tokens before heads."""
     return x if x is None or unsqueeze_dim == 1 else x.transpose(1, 2)
 
@@ -128,9 +128,9 @@ def _replacement(function: Callable[..., Any]) -> _Replacement:
     """A function of the same arguments that calls rotary where that has the function's result."""
     form = _FORMS[_find(function)]
 
-    def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dim: int) -> list[Tensor | None]:
+    def rotate(q: Any, k: Any, cos: Tensor, sin: Tensor, dim: int) -> list[Any]:
         rows = _turned(q, dim), _turned(k, dim)
-        results = gander.rotary(*rows, form.table(cos), form.table(sin), **form.options)  # type: ignore[type-var]
+        results = gander.rotary(*rows, form.table(cos), form.table(sin), **form.options)
         return [_turned(y, dim) for y in results]
 
     if [*inspect.signature(function).parameters] == _SINGLE:
