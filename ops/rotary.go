@@ -1,6 +1,7 @@
 package ops
 
 import (
+	"fmt"
 	"math"
 	"unsafe"
 
@@ -62,8 +63,12 @@ func (k *check) rotary(r kernels.Rotary) {
 		k.fail(StatusShape, "offsets has %d elements, expected %d: one for each sequence", r.Offsets.Len, sequences)
 	case !k.given("cu_seqlens") && !k.given("offsets") && r.Tokens() > 0 &&
 		(r.Offset < 0 || r.Offset > r.Cos.Rows-r.Q.Tokens):
-		k.fail(StatusShape, "cos has %d positions, expected those of the tokens, %d to %d", r.Cos.Rows, r.Offset,
-			r.Offset+r.Q.Tokens-1)
+		with := ""
+		if r.Offset != 0 {
+			with = fmt.Sprintf(" with offset %d", r.Offset)
+		}
+		k.fail(StatusShape, "cos has %d positions, expected those of the tokens, %d to %d%s", r.Cos.Rows, r.Offset,
+			r.Offset+r.Q.Tokens-1, with)
 	}
 }
 

@@ -286,9 +286,9 @@ func TestRotaryRefuses(t *testing.T) {
 			Q: q, Cos: f(5, 5), Sin: f(5, 5), QOut: y},
 		"cos has width 5 with per_element, expected an even number: two for each pair": {
 			Q: q, Cos: f(5, 5), Sin: f(5, 5), QOut: y, PerElement: true},
-		"cos has 5 positions, expected those of the tokens, 3 to 5": {
+		"cos has 5 positions, expected those of the tokens, 3 to 5 with offset 3": {
 			Q: q, Cos: cos, Sin: cos, QOut: y, Offset: 3},
-		"cos has 5 positions, expected those of the tokens, -1 to 1": {
+		"cos has 5 positions, expected those of the tokens, -1 to 1 with offset -1": {
 			Q: q, Cos: cos, Sin: cos, QOut: y, Offset: -1},
 		"offsets has 3 elements, expected 2: one for each sequence": {
 			Q: q, Cos: cos, Sin: cos, QOut: y, Offsets: i(3)},

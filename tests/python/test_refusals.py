@@ -157,7 +157,7 @@ KINDS |= dict.fromkeys(
 KINDS |= dict.fromkeys(("one_pass", "size_average", "reduce", "elementwise_affine"), "flag")
 KINDS |= dict.fromkeys(("shape", "normalized_shape"), "shape")
 KINDS |= dict.fromkeys(("chunk", "in_features", "out_features"), "size")
-KINDS |= {"inplace": "flag", "seqlen_offsets": "integer or tensor", "max_seqlen": "anything"}
+KINDS |= {"inplace": "flag", "seqlen_offsets": "integer or tensor", "max_seqlen": "unused"}
 KINDS |= {"label_smoothing": "number", "_stacklevel": "integer", "device": "device"}
 KINDS |= {"dim": "dim", "axis": "dim", "keepdims": "flag"}
 
@@ -245,6 +245,7 @@ LEGAL = {
     "number": NUMBERS,
     "number or tensor": (*NUMBERS, "-9", "NaN", "infinity", "a tensor of rank 0"),
     "integer": INTEGERS,
+    "integer or tensor": INTEGERS,
     "size": ("an int", "2**31"),
     "name": (),
     "dtype": (),
@@ -262,7 +263,8 @@ LEGAL_HERE = [
         ("None",),
         "layernorm_fwd.weight layernorm_fwd.weight+ layernorm_bwd.weight rmsnorm_bwd.weight "
         "rmsnorm_bwd.weight+ fused_add_rmsnorm.weight cross_entropy_fwd_out.target_logit "
-        "cross_entropy_fwd_out.lse cross_entropy_fwd_out.dx cross_entropy_fwd_out.weight",
+        "cross_entropy_fwd_out.lse cross_entropy_fwd_out.dx cross_entropy_fwd_out.weight rotary.k "
+        "qk_norm_rotary.q_weight qk_norm_rotary.k_weight",
     ),
     (
         "it is torch's machine epsilon",
@@ -275,7 +277,7 @@ LEGAL_HERE = [
         ("-9",),
         "softmax.scale softmax.scale+ log_softmax.scale log_softmax.scale+ rmsnorm.weight_offset+ "
         "rmsnorm_fwd.weight_offset+ rmsnorm_bwd.weight_offset rmsnorm_bwd.weight_offset+ "
-        "fused_add_rmsnorm.weight_offset",
+        "fused_add_rmsnorm.weight_offset qk_norm_rotary.weight_offset",
     ),
     (
         "an array of one element is a number beside arrays",
@@ -387,6 +389,7 @@ LEGAL_HERE = [
 ]
 # Values that are a mistake in some arguments, although LEGAL has them, or they are the default.
 REFUSED_HERE = [
+    ("the tables have no such positions", ("an int", "-9", "2**31"), "apply_rotary_emb.seqlen_offsets"),
     ("the call then needs shape, dtype and device", ("None",), "explain.x"),
     ("without a weight", NUMBERS_BUT_0, "rmsnorm.weight_offset rmsnorm_fwd.weight_offset"),
     (
@@ -482,7 +485,7 @@ def complaint(error, names):
 def may_name(function, argument, value, given):
     """The arguments that a refusal may name: if x is another one than the rest goes with, also the rest."""
     others = ("float64", "an array", "an array of rank 0", "of another library")
-    if value not in others or argument not in ("x", "dy", "gate"):
+    if value not in others or argument not in ("x", "dy", "gate", "q"):
         return [argument]
     return [argument, *(name for name in given if kind_of(function, name) == "tensor")]
 
@@ -501,6 +504,7 @@ CASES = [
     for library, functions in (("torch", FUNCTIONS), ("numpy", ON_ARRAYS))
     for function in functions
     for argument in parameters(function)
+    if kind_of(function, argument) != "unused"
     for options in ((False, True) if function in OPTIONAL else (False,))
 ]
 

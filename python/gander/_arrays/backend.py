@@ -100,6 +100,8 @@ def may_share_memory(x: Any, out: Any) -> bool:
 
 
 def _permuted(x: Any, order: list[int]) -> Any:
+    if _backend.is_tensor(x):  # beside arrays
+        return x.permute(order)
     if hasattr(x, "transpose"):  # NumPy, CuPy and JAX
         return x.transpose(order)
     if not hasattr(x, "__array_namespace__"):

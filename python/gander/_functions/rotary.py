@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .._backend import BACKENDS, backend_of
-from .._words import integer, number
+from .._words import check_flags, integer, number
 from .arguments import FAILURES, A, Array, code_of, overridden
 from .norms import CastingMode, rounds
 
@@ -56,16 +56,15 @@ def rotary(
         >>> gander.rotary(q, None, torch.tensor([[0.0]]), torch.tensor([[1.0]]))[0].flatten()
         tensor([-2.,  1.])
     """
+    if type(interleaved) is not bool or type(inplace) is not bool:
+        check_flags(interleaved=interleaved, inplace=inplace)
     ops = BACKENDS.get(type(q)) or backend_of(q)
     if ops is None:
         return overridden(rotary, locals())
-    options = dict(
-        interleaved=interleaved,
-        per_element=len(getattr(cos, "shape", ())) != 2,
-        round_products=rounds(casting_mode),
-    )
+    options = dict(interleaved=interleaved, round_products=rounds(casting_mode))
     try:
         _check_heads(q, k)
+        options["per_element"] = len(getattr(cos, "shape", ())) != 2
         tokens_first = [x if x is None else ops.turned(x) for x in (q, k)]
         if inplace:
             ops.rotary_(*tokens_first, cos, sin, **options)
@@ -127,6 +126,8 @@ def qk_norm_rotary(
         >>> gander.qk_norm_rotary(q, None, None, None, one, 0 * one, eps=0.0)[0].flatten()
         tensor([0.8485, 1.1314])
     """
+    if type(interleaved) is not bool or type(inplace) is not bool:
+        check_flags(interleaved=interleaved, inplace=inplace)
     ops = BACKENDS.get(type(q)) or backend_of(q)
     if ops is None:
         return overridden(qk_norm_rotary, locals())
@@ -135,12 +136,12 @@ def qk_norm_rotary(
         eps=number("eps", eps),
         weight_offset=number("weight_offset", weight_offset),
         interleaved=interleaved,
-        per_element=len(getattr(cos, "shape", ())) != 2,
         round_normalized=mode == 0,
         round_products=mode is not None,
     )
     try:
         _check_heads(q, k)
+        options["per_element"] = len(getattr(cos, "shape", ())) != 2
         turned = [x if x is None else ops.turned(x) for x in (q, k)]
         if inplace:
             ops.qk_norm_rotary_(*turned, q_weight, k_weight, cos, sin, **options)
@@ -193,22 +194,25 @@ def apply_rotary_emb(
         >>> gander.apply_rotary_emb(torch.ones(1, 2, 1, 2), table, 1 - table).flatten()
         tensor([ 1.,  1., -1.,  1.])
     """
+    if type(interleaved) is not bool or type(inplace) is not bool:
+        check_flags(interleaved=interleaved, inplace=inplace)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(apply_rotary_emb, locals())
     given: dict[str, Any] = dict(cu_seqlens=cu_seqlens, interleaved=interleaved)
-    if hasattr(seqlen_offsets, "shape"):
+    if hasattr(type(seqlen_offsets), "__dlpack__"):
         given["offsets"] = seqlen_offsets
     elif seqlen_offsets is not None:
         given["offset"] = integer("seqlen_offsets", seqlen_offsets)
     names = {"q": "x", "offsets": "seqlen_offsets", "offset": "seqlen_offsets"}
+    tensors = dict(x=x, cos=cos, sin=sin, seqlen_offsets=given.get("offsets"), cu_seqlens=cu_seqlens)
     try:
         if inplace:
             ops.rotary_(x, None, cos, sin, **given)
             return x
         return ops.rotary(x, None, cos, sin, **given)[0]
     except FAILURES as error:
-        raise ops.explained(error, names, x=x, cos=cos, sin=sin) from None
+        raise ops.explained(error, names, **tensors) from None
 
 
 def _check_heads(q: Any, k: Any) -> None:
