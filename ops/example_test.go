@@ -207,6 +207,25 @@ func ExampleRotaryBackward() {
 	// Output: [1.000 2.000]
 }
 
+// A head of two columns gets the length of (1, 1), and the token at position 1 is turned by 90 degrees.
+func ExampleQKNormRotaryForward() {
+	q := must(dlpack.FromSlice([]float32{3, 4}, 1, 1, 2)) // tokens, heads, columns
+	cos, sin := rowsOf(1, 1, 0), rowsOf(1, 0, 1)
+	show(ops.QKNormRotaryForward{Q: q, Cos: cos, Sin: sin, QOut: q, Offset: 1, Eps: ops.Some(0.0)}.Run(nil), q)
+	// Output: [-1.131 0.849]
+}
+
+func ExampleQKNormRotaryBackward() {
+	q, dq := must(dlpack.FromSlice([]float32{1, 1}, 1, 1, 2)), must(dlpack.FromSlice([]float32{2, 1}, 1, 1, 2))
+	weight, dw := must(dlpack.FromSlice([]float32{1, 1})), must(dlpack.New(dlpack.Float32, 2))
+	cos, sin := rowsOf(1, 1), rowsOf(1, 0)
+	show(ops.QKNormRotaryBackward{Q: q, QWeight: weight, Cos: cos, Sin: sin, DQOut: dq, DQ: dq, DQWeight: dw,
+		Eps: ops.Some(0.0)}.Run(nil), dq, dw)
+	// Output:
+	// [0.500 -0.500]
+	// [2.000 1.000]
+}
+
 // One pass computes the mean loss and its gradient. The second row is ignored.
 func ExampleCrossEntropyForward() {
 	x := rowsOf(2, 0, 0, 5, 5, 0, 0)
