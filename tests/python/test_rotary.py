@@ -181,7 +181,8 @@ def test_beyond_the_table():
     y = gander.apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([0, 1]))
     assert torch.equal(y[0], gander.apply_rotary_emb(x, cos, sin)[0])
     assert y[1].isnan().flatten(1).any(1).tolist() == [False, False, False, True]
-    with pytest.raises(ValueError, match="cos has 4 positions, expected those of the tokens, 1 to 4 with seqlen_offsets 1"):
+    message = "cos has 4 positions, expected those of the tokens, 1 to 4 with seqlen_offsets 1"
+    with pytest.raises(ValueError, match=message):
         gander.apply_rotary_emb(x, cos, sin, seqlen_offsets=1)
 
 
