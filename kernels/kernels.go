@@ -230,6 +230,14 @@ type QKNormRotary struct {
 	RoundNormalized   bool // x * rstd is rounded to Q's type; in backward, where it is in the weights' gradients
 }
 
+// Tokens is Rotary's, also if of the heads' gradients none is wanted, but those of the weights.
+func (r *QKNormRotary) Tokens() int64 {
+	if r.DKOut.Present() {
+		return r.Q.Sequences * r.Q.Tokens
+	}
+	return r.Rotary.Tokens()
+}
+
 // GLU is what one call of a gated linear unit reads and writes, forward or backward. All matrices have the
 // shape and the type of Gate.
 type GLU struct {

@@ -85,6 +85,7 @@ func (c *Call) qkNormRotary(ordinal int32, r kernels.QKNormRotary) error {
 	if err != nil {
 		return err
 	}
+	rotation.Total = r.Tokens()
 	op := kernels.QKNormRotate
 	if r.Backward {
 		op = kernels.QKNormRotateBackward

@@ -90,6 +90,13 @@ def once(q, k, cos, sin, unsqueeze_dim=1):
     return tuple((x.float() * cos + half_turned(x.float()) * sin).to(x.dtype) for x in (q, k))
 
 
+def doubled(q, k, cos, sin, unsqueeze_dim=1):
+    """Tables for pairs, or for elements."""
+    if cos.shape[-1] != q.shape[-1]:
+        cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
+    return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
 def only_q(q, k, cos, sin, unsqueeze_dim=1):
     return once(q, k, cos, sin)[0], k
 
@@ -107,8 +114,9 @@ def flat(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def test_what_a_function_computes():
-    assert _rotary._find(llama.apply_rotary_pos_emb) == "halves"
-    assert _rotary._find(once) == "halves, rounded once"
+    assert _rotary._find(llama.apply_rotary_pos_emb) == {4: "halves"}
+    assert _rotary._find(once) == {4: "halves, rounded once"}
+    assert _rotary._find(doubled) == {4: "halves", 2: "pairs"}
     for function, reason in {
         scaled: "it computes none of the known forms",
         only_q: "it computes none of the known forms",
@@ -131,6 +139,15 @@ def test_other_calls_keep_their_results():
         want, got = (f(q, k, *tables) for f in (llama.apply_rotary_pos_emb, rotate))
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(want, got, strict=True))
         assert want[0].requires_grad == got[0].requires_grad
+    for one, tables in (
+        (q[:, :, :1], torch.randn(2, 2, 5, 16).bfloat16()),  # which are broadcast
+        (q, torch.randn(2, 2, 1, 16).bfloat16()),
+        (q[:1], torch.randn(2, 2, 5, 16).bfloat16()),
+    ):
+        want, got = (f(one, one, *tables) for f in (llama.apply_rotary_pos_emb, rotate))
+        assert all(map(torch.equal, want, got))
+    with pytest.raises(RuntimeError):  # as the function does
+        rotate(q, k, *torch.randn(2, 2, 5, 8).bfloat16())
     cos, sin = torch.randn(2, 2, 5, 16).bfloat16()
     turned = q.transpose(1, 2), k.transpose(1, 2)
     want, got = (f(*turned, cos, sin, unsqueeze_dim=2) for f in (llama.apply_rotary_pos_emb, rotate))

@@ -1,5 +1,6 @@
 """Which calls and backward passes are eager, and may write over what forward has read."""
 
+import sys
 from itertools import pairwise
 
 import torch
@@ -10,10 +11,18 @@ from torch.nn import Parameter
 from . import fast
 
 
+def _in_compiled_autograd():
+    """Whether compiled autograd runs the backward pass. It unpacks all that is saved before any node runs, so
+    that none would notice what another writes over."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
+
+
 def is_eager(x):
     return (
         type(x) in (Tensor, Parameter)
         and not is_compiling()
+        and not _in_compiled_autograd()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )

@@ -20,8 +20,6 @@ import gander
 from ._probe import Left, quiet, random
 from ._swap import Mixin, out_of_reach, own_class, swap
 
-Tables = tuple[Tensor, Tensor]
-
 _PREFIX = "apply_rotary"  # of the functions' names
 _PAIR, _SINGLE = ["q", "k", "cos", "sin", "unsqueeze_dim"], ["x", "cos", "sin", "unsqueeze_dim"]
 
@@ -63,54 +61,78 @@ def _forms() -> dict[str, _Form]:
 
 _FORMS = _forms()
 _EQUAL, _NEAR = 0.99, 0.95  # shares of elements: of the form that it is, and at most of any other
+_COLUMNS = 32  # of the heads that are tried
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _find(function: Callable[..., Any]) -> str:
-    """The form that a function has."""
+def _find(function: Callable[..., Any]) -> dict[int, str]:
+    """The forms that a function has, by the quarters of a head's columns that tables have columns for."""
     names = [*inspect.signature(function).parameters]
     if names not in (_PAIR, _SINGLE):
         raise Left(f"it takes {', '.join(names)}, expected {', '.join(_PAIR)}")
-    pair = names == _PAIR
+    found, reasons = {}, []
     with quiet():
-        rows = [random(2, heads, 7, 32) for heads in ((4, 2) if pair else (4,))]
-        found = {}
-        for width in (32, 16):  # a number for each element, or for each pair
-            tables = random(2, 7, width), random(2, 7, width)
+        rows = [random(2, heads, 7, _COLUMNS) for heads in ((4, 2) if names == _PAIR else (4,))]
+        for quarters in (4, 3, 2, 1):
             try:
-                expected = function(*rows, *tables)
-            except Exception as error:  # code that nobody here has seen, called as it may not expect
-                found[width] = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                continue
-            if not pair:
-                expected = (expected,)
-            if [getattr(y, "shape", None) for y in expected] != [x.shape for x in rows]:
-                found[width] = "returns other shapes than it takes"
-                continue
-            shares = {}
-            for name, form in _FORMS.items():
-                given = [form.table(table) for table in tables]
-                if given[0].shape[-1] > 32:
-                    continue
-                results = gander.rotary(rows[0], rows[1] if pair else None, *given, **form.options)
-                equal = [(y == z).float().mean().item() for y, z in zip(results, expected)]  # noqa: B905
-                shares[name] = min(equal)
-            best = max(shares, key=lambda name: shares[name])
-            others = [share for name, share in shares.items() if name != best]
-            if shares[best] >= _EQUAL and max(others) <= _NEAR:
-                return best
-            found[width] = f"computes none of the known forms ({best}: {shares[best]:.0%})"
-    raise Left(f"it {found[32]}")
+                found[quarters] = _form(function, rows, quarters * _COLUMNS // 4)
+            except Left as left:
+                reasons.append(str(left))
+    if not found:
+        raise Left(f"it {reasons[0]}")
+    return found
 
 
-def _fits(q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-    """Whether rotary has the function's result. Other dtypes of tables would change that of the result."""
-    return (
+def _form(function: Callable[..., Any], rows: list[Tensor], width: int) -> str:
+    """The form that a function has beside tables of a width."""
+    tables = random(2, 7, width), random(2, 7, width)
+    try:
+        expected = function(*rows, *tables)
+    except Exception as error:  # code that nobody here has seen, called as it may not expect
+        text = str(error).partition("\n")[0]
+        raise Left(f"raises {type(error).__name__}: {text}") from error
+    if len(rows) == 1:
+        expected = (expected,)
+    if [getattr(y, "shape", None) for y in expected] != [x.shape for x in rows]:
+        raise Left("returns other shapes than it takes")
+    shares = {}
+    for name, form in _FORMS.items():
+        given = [form.table(table) for table in tables]
+        if given[0].shape[-1] <= _COLUMNS:
+            results = gander.rotary(rows[0], rows[1] if len(rows) > 1 else None, *given, **form.options)
+            equal = [(y == z).float().mean().item() for y, z in zip(results, expected)]  # noqa: B905
+            shares[name] = min(equal)
+    best = max(shares, key=lambda name: shares[name])
+    if shares[best] < _EQUAL or max(share for name, share in shares.items() if name != best) > _NEAR:
+        raise Left(f"computes none of the known forms ({best}: {shares[best]:.0%})")
+    return best
+
+
+def _served(
+    forms: dict[int, str], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> _Form | None:
+    """The form by which rotary has the function's result, or None.
+
+    Tables of another dtype or width, and what PyTorch would broadcast, are left to the function.
+    """
+    tokens, heads = (2, 1) if unsqueeze_dim == 1 else (1, 2)
+    fits = (
         unsqueeze_dim in (1, 2)
         and q.dim() == 4
+        and q.dtype in _DTYPES
         and cos.dim() == 3
+        and cos.shape == sin.shape
         and cos.dtype == sin.dtype == q.dtype
         and not (cos.requires_grad or sin.requires_grad)
+        and cos.shape[0] in (1, q.shape[0])
+        and cos.shape[1] == q.shape[tokens]
+        and 4 * cos.shape[2] % q.shape[3] == 0
     )
+    if fits and k is not None:
+        same = (dim for dim in range(4) if dim != heads)
+        fits = k.dim() == 4 and k.dtype == q.dtype and all(k.shape[dim] == q.shape[dim] for dim in same)
+    name = forms.get(4 * cos.shape[2] // q.shape[3]) if fits else None
+    return None if name is None else _FORMS[name]
 
 
 def _turned(x: Any, unsqueeze_dim: int) -> Any:
@@ -126,9 +148,10 @@ class _Replacement(NamedTuple):
 @functools.cache
 def _replacement(function: Callable[..., Any]) -> _Replacement:
     """A function of the same arguments that calls rotary where that has the function's result."""
-    form = _FORMS[_find(function)]
+    forms = _find(function)
+    words = _FORMS[forms[max(forms)]].words
 
-    def rotate(q: Any, k: Any, cos: Tensor, sin: Tensor, dim: int) -> list[Any]:
+    def rotate(form: _Form, q: Any, k: Any, cos: Tensor, sin: Tensor, dim: int) -> list[Any]:
         rows = _turned(q, dim), _turned(k, dim)
         results = gander.rotary(*rows, form.table(cos), form.table(sin), **form.options)
         return [_turned(y, dim) for y in results]
@@ -137,19 +160,21 @@ def _replacement(function: Callable[..., Any]) -> _Replacement:
 
         @functools.wraps(function)
         def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-            if not _fits(x, cos, sin, unsqueeze_dim):
+            form = _served(forms, x, None, cos, sin, unsqueeze_dim)
+            if form is None:
                 return function(x, cos, sin, unsqueeze_dim)
-            return rotate(x, None, cos, sin, unsqueeze_dim)[0]
+            return rotate(form, x, None, cos, sin, unsqueeze_dim)[0]
 
-        return _Replacement(one, form.words)
+        return _Replacement(one, words)
 
     @functools.wraps(function)
     def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        if not (_fits(q, cos, sin, unsqueeze_dim) and k.dtype == q.dtype):
+        form = _served(forms, q, k, cos, sin, unsqueeze_dim)
+        if form is None:
             return function(q, k, cos, sin, unsqueeze_dim)
-        return tuple(rotate(q, k, cos, sin, unsqueeze_dim))
+        return tuple(rotate(form, q, k, cos, sin, unsqueeze_dim))
 
-    return _Replacement(both, form.words)
+    return _Replacement(both, words)
 
 
 @functools.cache
