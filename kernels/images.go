@@ -127,7 +127,8 @@ func complete(names []string) (archs []string, missing string) {
 var parameters = [...]reflect.Type{
 	reflect.TypeFor[SoftmaxArgs](), reflect.TypeFor[RMSNormArgs](), reflect.TypeFor[CrossEntropyArgs](),
 	reflect.TypeFor[NormArgs](), reflect.TypeFor[MaskedSoftmaxArgs](),
-	reflect.TypeFor[GeneralCrossEntropyArgs](), reflect.TypeFor[GLUArgs](),
+	reflect.TypeFor[GeneralCrossEntropyArgs](), reflect.TypeFor[GLUArgs](), reflect.TypeFor[RotaryArgs](),
+	reflect.TypeFor[QKNormRotaryArgs](),
 }
 
 // tableDigest is a digest of what this package and the images must agree on: the kernels, the structs that
