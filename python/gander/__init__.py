@@ -72,7 +72,8 @@ def _load_torch() -> None:
     from . import _torch
 
     # Functions that torch.fx must not drop from a graph because nothing uses their result.
-    for function in fused_add_rmsnorm, cross_entropy_fwd_out, cross_entropy_bwd_out:
+    writing = fused_add_rmsnorm, cross_entropy_fwd_out, cross_entropy_bwd_out
+    for function in (*writing, rotary, qk_norm_rotary, apply_rotary_emb):
         _torch.has_side_effect(function)
 
 

@@ -96,7 +96,8 @@ def taken(name, *inputs):
 def test_fast_path_is_on():
     assert gander.info()["fast_path"] is True
     writing = {name for name, operator in TORCH.items() if operator.writes and operator.results}
-    assert set(fast) == set(TORCH) - writing == _fast._checked
+    of_heads = {name for name in TORCH if "rotary" in name}
+    assert set(fast) == set(TORCH) - writing - of_heads == _fast._checked
 
 
 def test_operators_that_write(data):

@@ -43,6 +43,8 @@ def given():
         "out": torch.zeros_like(x),
         "head": rand((5, N), torch.float32, "cpu"),
         "few": target % 5,
+        "q": rand((1, 1, M, N), torch.float32, "cpu"),
+        "table": rand((M, N // 2), torch.float32, "cpu"),
     }
 
 
@@ -64,6 +66,11 @@ CALLS = {
     "gelu_and_mul": lambda x: gander.gelu_and_mul(x, casting_mode="llama"),
     "gelu_tanh_and_mul": lambda x: gander.gelu_tanh_and_mul(x),
     "l2norm": lambda x: gander.l2norm(x, 0.5),
+    "rotary": lambda q, table: gander.rotary(q, None, table, table)[0],
+    "apply_rotary_emb": lambda q, table: gander.apply_rotary_emb(q, table, table, True),
+    "qk_norm_rotary": lambda q, weight, table: gander.qk_norm_rotary(
+        q, None, weight, None, table, table, 1e-6
+    )[0],
     "layernorm": lambda x, weight: gander.layernorm(x, weight, weight),
     "layernorm_fwd": lambda x, weight: gander.layernorm_fwd(x, weight, return_mean=True)[1],
     "layernorm_bwd": lambda x, weight, dout, rstd, mean: gander.layernorm_bwd(x, weight, dout, rstd, mean)[2],
@@ -83,6 +90,11 @@ CALLS = {
     "F.cross_entropy of torch": lambda x, target: F.cross_entropy(x, target, label_smoothing=0.5),
 }
 WRITES = {
+    "rotary": lambda q, table: gander.rotary(q, None, table, table, inplace=True),
+    "apply_rotary_emb": lambda q, table: gander.apply_rotary_emb(q, table, table, inplace=True),
+    "qk_norm_rotary": lambda q, table: gander.qk_norm_rotary(
+        q, None, None, None, table, table, 1e-6, inplace=True
+    ),
     "fused_add_rmsnorm": lambda x, out, weight: gander.fused_add_rmsnorm(x, out, weight),
     "cross_entropy_fwd_out": lambda x, target, loss, lse, out: gander.cross_entropy_fwd_out(
         x, target, None, loss, lse, out, None
