@@ -135,9 +135,10 @@ func (w *worker[T]) rotate(out, p unsafe.Pointer, turn rotation[T]) {
 		}
 		w.rotatePairs(out, p, first, second, step, n, turn.from(from, n))
 	}
-	if done := int64(2*half) * size; out != p {
-		copy(unsafe.Slice((*byte)(unsafe.Add(out, done)), r.Q.Cols*size-done),
-			unsafe.Slice((*byte)(unsafe.Add(p, done)), r.Q.Cols*size-done))
+	// An address behind the last element must not be formed.
+	if done, all := int64(2*half)*size, r.Q.Cols*size; out != p && done < all {
+		copy(unsafe.Slice((*byte)(unsafe.Add(out, done)), all-done),
+			unsafe.Slice((*byte)(unsafe.Add(p, done)), all-done))
 	}
 }
 
