@@ -274,7 +274,9 @@ func (q *query) add(p *plan, v *kernels.Variant, grid, cluster int64, shared uin
 	case kernels.InRegisters, kernels.Staged:
 		q.prefetchRows(p, v, v.RowsPerCTA(), grid, cluster)
 	case kernels.Elementwise:
-		q.prefetchRows(p, v, int64(p.rowsPerCTA), grid, 1)
+		if p.rowsPerCTA > 0 { // a CTA of what rotates heads has no rows
+			q.prefetchRows(p, v, int64(p.rowsPerCTA), grid, 1)
+		}
 	}
 	p.launches = append(p.launches, launch{v, kernels.Geometry{
 		Grid: uint32(grid), Threads: uint32(threads), Cluster: uint32(cluster), Shared: shared,

@@ -3,6 +3,7 @@ package ops
 import (
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -41,6 +42,8 @@ var rowOps = []kernels.Op{
 	kernels.GeneralCrossEntropyBackward, kernels.GLUForward, kernels.GLUBackward,
 }
 
+var headOps = []kernels.Op{kernels.Rotate, kernels.QKNormRotate, kernels.QKNormRotateBackward}
+
 // everything tells whether tests that enumerate do so, as in CI, or take a sample.
 var everything = os.Getenv("GANDER_TEST") == "all"
 
@@ -58,8 +61,10 @@ func sample(f func(request)) func(request) {
 }
 
 // everyRequest calls f for a grid of requests that a caller can make, or a sample of them.
-func everyRequest(f func(request)) {
-	f = sample(f)
+func everyRequest(f func(request)) { enumerate(sample(f)) }
+
+// enumerate calls f for a grid of requests that a caller can make.
+func enumerate(f func(request)) {
 	lengths := []int64{
 		1, 3, 7, 8, 31, 40, 64, 80, 96, 101, 127, 128, 192, 256, 501, 512, 513, 768, 1000, 1024, 1025, 1536, 1801,
 		2048, 2049,
@@ -73,6 +78,7 @@ func everyRequest(f func(request)) {
 				total: total})
 		}
 	}
+	everyHead(f)
 	for _, op := range rowOps {
 		for x := kernels.Float16; x <= kernels.Float32; x++ {
 			for _, n := range lengths {
@@ -125,6 +131,28 @@ func everyRequest(f func(request)) {
 						}
 						if op == kernels.GeneralCrossEntropyForwardDX || op == kernels.GeneralCrossEntropyBackward {
 							r.weights = true
+							f(r)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+// everyHead calls f for requests of what rotates heads.
+func everyHead(f func(request)) {
+	for _, op := range headOps {
+		for x := kernels.Float16; x <= kernels.Float32; x++ {
+			for _, layout := range []policy.Layout{policy.Aligned, policy.MixedOffsets} {
+				for _, m := range []int64{1, 1000, 8192 * 40 * 16, 1 << 30} {
+					for _, n := range []int64{1, 40, 128, 512} {
+						r := request{op: op, x: x, layout: layout, m: m, n: n}
+						f(r)
+						if op == kernels.QKNormRotateBackward {
+							r.dw = true
+							f(r)
+							r.m = 0
 							f(r)
 						}
 					}
@@ -273,6 +301,10 @@ func requireCovered(test *testing.T, f *driver.Facts, r request, p *plan, what l
 		case kernels.Partial:
 			require.Equal(t, r.m*int64(p.splits), ctas, what)
 		case kernels.Elementwise:
+			if slices.Contains(headOps, r.op) {
+				requireHeadsCovered(test, r, p, v, ctas, what)
+				continue
+			}
 			threads := int64(p.rowThreads)
 			require.Positive(t, threads, what)
 			require.LessOrEqual(t, threads, int64(v.Threads), what)
@@ -488,14 +520,28 @@ func TestPlanRegimes(t *testing.T) {
 	}
 }
 
+// requireHeadsCovered checks a launch of what rotates heads.
+func requireHeadsCovered(test *testing.T, r request, p *plan, v *kernels.Variant, ctas int64, what lazy) {
+	t := quick{test}
+	require.Zero(t, p.prefetch, what)
+	threads := ctas * int64(v.Threads)
+	switch r.op {
+	case kernels.Rotate:
+		require.GreaterOrEqual(t, int64(p.groups)*int64(v.Vectors), r.n, what)
+		require.GreaterOrEqual(t, threads, r.m*int64(p.groups), what)
+	case kernels.QKNormRotate:
+		require.GreaterOrEqual(t, threads*int64(v.Vectors), r.m, what)
+	case kernels.QKNormRotateBackward: // its CTAs take turns
+		require.EqualValues(t, ctas, p.partials, what)
+		require.LessOrEqual(t, threads*int64(v.Vectors)-int64(v.Threads*v.Vectors), r.m, what)
+	}
+}
+
 // TestEveryVariantIsUsed keeps kernels that no plan launches out of the library.
 func TestEveryVariantIsUsed(t *testing.T) {
-	if !everything {
-		t.Skip("enumerates all requests: GANDER_TEST=all runs it")
-	}
 	used := map[string]bool{}
 	for _, f := range testDevices {
-		everyRequest(func(r request) {
+		enumerate(func(r request) {
 			// The other algorithms have no kernels of their own.
 			for _, r.Algorithm = range []Algorithm{Auto, Warp, Medium, Extreme} {
 				if r.Algorithm != Auto && !choosable(r.op) {

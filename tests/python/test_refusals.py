@@ -5,6 +5,7 @@ names the argument as the caller wrote it and says what was expected, in at most
 written. LEGAL lists the values that are no mistake, each with the reason. With those the call returns.
 """
 
+import contextlib
 import inspect
 import re
 import warnings
@@ -17,6 +18,9 @@ import pytest
 import torch
 from gander import nn
 from gander._table import OPERATORS
+
+with contextlib.suppress(ImportError):
+    import ml_dtypes  # noqa: F401 - as another test may do: it gives NumPy dtypes that gander refuses
 
 M, N, CLASSES = 4, 8, 6
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)

@@ -83,14 +83,17 @@ def ones_like(x: Any) -> Any:
 
 
 def empty(x: Any, shape: tuple, dtype: Any) -> Any:
-    """A new array of x's library."""
+    """A new array of x's library. A dtype that gander does not serve is that of residual, the only one of a
+    caller's that is not checked before."""
     try:
-        return module_of(x).empty(shape, dtype if hasattr(dtype, "kind") else library.name_of(dtype))
+        if library.serves(dtype):
+            return module_of(x).empty(shape, dtype if hasattr(dtype, "kind") else library.name_of(dtype))
     except TypeError:
-        raise TypeError(
-            f"residual_dtype is {library.name_of(dtype)}, which by default is that of residual, expected a "
-            "dtype of the library of x; pass another residual_dtype"
-        ) from None
+        pass  # NumPy has no bfloat16 before some module has given it one
+    raise TypeError(
+        f"residual_dtype is {library.name_of(dtype)}, which by default is that of residual, expected a "
+        "dtype of the library of x; pass another residual_dtype"
+    )
 
 
 def may_share_memory(x: Any, out: Any) -> bool:

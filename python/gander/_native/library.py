@@ -247,10 +247,15 @@ def name_of(dtype: Any) -> str:
     return str(name).rpartition(".")[2]
 
 
+def serves(dtype: Any) -> bool:
+    """Whether the operators take a dtype."""
+    return name_of(dtype) in _SERVED
+
+
 def dtype_name(dtype: Any, argument: str) -> str:
     """The name of a dtype that the operators take."""
     name = name_of(dtype)
-    if name not in _SERVED:
+    if not serves(dtype):
         found = name[:40] or shown(dtype)
         raise TypeError(f"{argument} is {found}, expected {', '.join(_SERVED[:-1])} or {_SERVED[-1]}")
     return name
