@@ -654,10 +654,17 @@ typedef struct {
   int64_t one_pass;
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
+  /* the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean */
+  double z_loss;
+  /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+   * temperature, and all else is of z; more than 0; not with slice; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none; not with slice */
+  double temperature; /* see scale; more than 0; not with slice; 1 by default */
 } gander_cross_entropy_forward_options;
 #define GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
-  NULL, -100, 0, 0, 0, 0}
+  NULL, -100, 0, 0, 0, 0, 0, 1, 0, 1}
 
 /* loss[m] = weight[t] * (lse[m] - x[m, t]) with t = target[m] and lse the row's log-sum-exp. loss is the
  * loss of each row, their sum, or their mean: the sum divided by the denominator, which is the sum of the
@@ -668,7 +675,9 @@ typedef struct {
  * same pass over x. With e = label_smoothing and C classes a row's loss is (1 - e) * weight[t] * (lse -
  * x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., "Rethinking the Inception Architecture
  * for Computer Vision", 2016), also if the target has weight 0; a class of weight 0 counts for nothing,
- * even if its logit is -inf. denominator is written with any reduction. Loss and dx are divided by
+ * even if its logit is -inf. z_loss adds z_loss * lse^2 (Chowdhery et al., "PaLM: Scaling Language
+ * Modeling with Pathways", 2022), also if the target has weight 0. With scale, softcap and temperature dx
+ * is still the gradient of x. denominator is written with any reduction. Loss and dx are divided by
  * divisor, which must be NULL with reduction mean. dx is the gradient for an upstream gradient of
  * upstream, which is 1 if absent.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
@@ -699,17 +708,24 @@ typedef struct {
    * and its weight is 1 */
   int64_t slice;
   double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
+  /* the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean */
+  double z_loss;
+  /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+   * temperature, and all else is of z; more than 0; not with slice; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none; not with slice */
+  double temperature; /* see scale; more than 0; not with slice; 1 by default */
 } gander_cross_entropy_backward_options;
 #define GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, \
-  0, 0, 0, 0, 0}
+  0, 0, 0, 0, 0, 0, 1, 0, 1}
 
 /* dx = dloss * weight[t] * (softmax(x) - onehot(t)), or with e = label_smoothing dloss * ((1 - e) *
- * weight[t] * (softmax(x) - onehot(t)) + e / C * (sum(weight) * softmax(x) - weight)), divided by the
- * denominator with reduction mean. That requires denominator, or an lse that contains it; otherwise
- * denominator must be NULL. With the other reductions it is divided by divisor. upstream is forward's,
- * with one_pass. lse is what forward wrote. Its two parts are more accurate than their sum, which loses
- * digits if logits are large.
+ * weight[t] * (softmax(x) - onehot(t)) + e / C * (sum(weight) * softmax(x) - weight)), with z_loss, scale,
+ * softcap and temperature the gradient of forward's loss, divided by the denominator with reduction mean.
+ * That requires denominator, or an lse that contains it; otherwise denominator must be NULL. With the
+ * other reductions it is divided by divisor. upstream is forward's, with one_pass. lse is what forward
+ * wrote. Its two parts are more accurate than their sum, which loses digits if logits are large.
  *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   target: the leading dimensions of the first operand, any stride; int32 or int64.
  *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
@@ -1176,10 +1192,14 @@ typedef struct {
   int64_t one_pass;
   int64_t batch_invariant;
   double label_smoothing;
+  double z_loss;
+  double scale;
+  double softcap;
+  double temperature;
 } gander_cross_entropy_options;
 #define GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-  -100, 0, 0, 0, 0}
+  -100, 0, 0, 0, 0, 0, 1, 0, 1}
 
 /* gander_cross_entropy_forward with owned tensors. lse has M elements. */
 int32_t gander_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
@@ -1199,10 +1219,14 @@ typedef struct {
   int64_t batch_invariant;
   int64_t slice;
   double label_smoothing;
+  double z_loss;
+  double scale;
+  double softcap;
+  double temperature;
 } gander_cross_entropy_grad_options;
 #define GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, 0, \
-  0, 0, 0, 0}
+  0, 0, 0, 0, 0, 1, 0, 1}
 
 /* gander_cross_entropy_backward with owned tensors. one_pass is refused: it would read dx. */
 int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,

@@ -185,7 +185,8 @@ type GeneralCrossEntropyArgs struct {
 	CrossEntropyArgs
 	ClassWeights   Output // one float32: the sum of Weight, which the first launch writes; 0 for N
 	LabelSmoothing float32
-	_              int32
+	ZLoss          float32
+	Inner, Outer   float32 // of kernels.LogitMap; Outer is never 0
 }
 
 // GLUArgs is the parameter of the kernels of gated linear units. Rows has as its inputs the gate and what it

@@ -87,9 +87,13 @@ type CrossEntropy struct {
 	// if that is NaN, for which forward need not make one.
 	OnePass bool
 
-	// LabelSmoothing is the share of a row's loss that all classes have alike, 0 to 1. With it a row whose
-	// target has weight 0 counts.
-	LabelSmoothing float64
+	// LabelSmoothing is the share of a row's loss that all classes have alike, 0 to 1. ZLoss is the factor of
+	// the square of a row's log-sum-exp, which is added to its loss. With either a row whose target has weight
+	// 0 counts.
+	LabelSmoothing, ZLoss float64
+
+	// Map is what X goes through first. Everything else is of the results.
+	Map LogitMap
 
 	// Slice: X is a slice of each row's classes. Backward subtracts nothing in a row whose target is not in
 	// the slice, and takes 1 as its weight.
@@ -108,6 +112,29 @@ type CrossEntropy struct {
 
 	// Backward reads Max and LogSum as well, and writes DX:
 	DLoss Vector // upstream gradient, (M) or a single element with Stride 0
+}
+
+// HasOptions tells whether it takes more than the kernels of cross-entropy alone have.
+func (c *CrossEntropy) HasOptions() bool {
+	return c.LabelSmoothing != 0 || c.ZLoss != 0 || c.Map != LogitMap{}
+}
+
+// LogitMap is a function of logits: Outer * tanh(Inner * x), without a cap Outer * x. The zero value is x.
+type LogitMap struct {
+	Inner float64 // of logits with a cap, else 0
+	Outer float64
+}
+
+// MapLogits is the map to softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+// temperature.
+func MapLogits(scale, softcap, temperature float64) LogitMap {
+	switch {
+	case softcap != 0:
+		return LogitMap{Inner: scale / softcap, Outer: softcap / temperature}
+	case scale != temperature:
+		return LogitMap{Outer: scale / temperature}
+	}
+	return LogitMap{}
 }
 
 // ShardedCrossEntropy is what one call combines: cross-entropy's statistics of slices of the classes. All but

@@ -1,6 +1,7 @@
 package ops
 
 import (
+	"math"
 	"unsafe"
 
 	"github.com/gander-go/gander/dlpack"
@@ -14,7 +15,8 @@ import (
 type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
-	k.labelSmoothing(a.LabelSmoothing)
+	s := a.spec()
+	k.lossOptions(&s, a.Scale, a.Softcap, a.Temperature)
 	k.onePass(a.OnePass, a.Reduction)
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
@@ -23,10 +25,53 @@ func (a *crossEntropyForward) refuse(k *check) {
 	k.divisor(a.Divisor, a.Reduction)
 }
 
-func (k *check) labelSmoothing(e float64) {
-	if !(0 <= e && e <= 1) {
-		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", e)
+// lossOptions checks the options of a row's loss.
+func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature float64) {
+	if !(0 <= s.LabelSmoothing && s.LabelSmoothing <= 1) {
+		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", s.LabelSmoothing)
 	}
+	if !(0 <= s.ZLoss && s.ZLoss <= math.MaxFloat32) {
+		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", s.ZLoss)
+	}
+	if !isFactor(scale) {
+		k.fail(StatusOption, "scale is %v, expected %v to %v", scale, leastFactor, mostFactor)
+	}
+	if softcap != 0 && !isFactor(softcap) {
+		k.fail(StatusOption, "softcap is %v, expected %v to %v, or 0 for none", softcap, leastFactor, mostFactor)
+	}
+	if !isFactor(temperature) {
+		k.fail(StatusOption, "temperature is %v, expected %v to %v", temperature, leastFactor, mostFactor)
+	}
+	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
+		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of the losses "+
+			"is over weights, and that of the z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
+	}
+	if name := optionOf(s, scale, softcap, temperature); s.Slice && name != "" {
+		k.fail(StatusUnsupported, "%s is set with slice, expected its default: it needs all classes of a row; "+
+			"leave one of them out", name)
+	}
+}
+
+// The factors of logits, so that also quotients of them are normal numbers of float32.
+const leastFactor, mostFactor = 1e-18, 1e18
+
+func isFactor(v float64) bool { return leastFactor <= v && v <= mostFactor }
+
+// optionOf names an option of a row's loss that is set, or is "".
+func optionOf(s *kernels.CrossEntropy, scale, softcap, temperature float64) string {
+	switch {
+	case s.LabelSmoothing != 0:
+		return "label_smoothing"
+	case s.ZLoss != 0:
+		return "z_loss"
+	case scale != 1:
+		return "scale"
+	case softcap != 0:
+		return "softcap"
+	case temperature != 1:
+		return "temperature"
+	}
+	return ""
 }
 
 func (k *check) divisor(divisor kernels.Vector, reduction kernels.Reduction) {
@@ -47,6 +92,7 @@ func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
 		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
 		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, LabelSmoothing: a.LabelSmoothing,
+		ZLoss: a.ZLoss, Map: kernels.MapLogits(a.Scale, a.Softcap, a.Temperature),
 		Loss: a.Loss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX, Denominator: a.Denominator,
 	}
 	if a.LSE.Denominator.Present() {
@@ -115,15 +161,13 @@ func (a *crossEntropyForward) request() request {
 		r.layout = layoutOf(true, a.X, a.DX)
 		r.onePass = a.OnePass && a.Reduction == kernels.ReduceMean
 	}
-	return r.smoothed(a.LabelSmoothing, a.Weight)
+	s := a.spec()
+	return r.general(&s)
 }
 
 func (a *crossEntropyBackward) refuse(k *check) {
-	k.labelSmoothing(a.LabelSmoothing)
-	if a.Slice && a.LabelSmoothing != 0 {
-		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
-			"not known; leave one of them out", a.LabelSmoothing)
-	}
+	s := a.spec()
+	k.lossOptions(&s, a.Scale, a.Softcap, a.Temperature)
 	k.onePass(a.OnePass, a.Reduction)
 	if a.OnePass && a.Slice {
 		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
@@ -141,15 +185,17 @@ func (a *crossEntropyBackward) request() request {
 		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, onePass: a.OnePass,
 		layout: layoutOf(true, a.X, a.DX), m: a.X.Rows, n: a.X.Cols,
 	}
-	return r.smoothed(a.LabelSmoothing, a.Weight)
+	s := a.spec()
+	return r.general(&s)
 }
 
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 	s := kernels.CrossEntropy{
 		X: a.X, Target: a.Target, Weight: a.Weight, Divisor: a.Divisor, Upstream: a.Upstream,
 		IgnoreIndex: a.IgnoreIndex, Reduction: a.Reduction, OnePass: a.OnePass, Slice: a.Slice,
-		LabelSmoothing: a.LabelSmoothing,
-		DLoss:          a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
+		LabelSmoothing: a.LabelSmoothing, ZLoss: a.ZLoss,
+		Map:   kernels.MapLogits(a.Scale, a.Softcap, a.Temperature),
+		DLoss: a.DLoss, Max: a.LSE.Max, LogSum: a.LSE.LogSum, DX: a.DX,
 	}
 	if a.Reduction == kernels.ReduceMean {
 		if s.Divisor = a.Denominator; !s.Divisor.Present() {
@@ -188,23 +234,23 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args))
 }
 
-// smoothedOps has the ops that stand for cross-entropy's where labels are smoothed.
-var smoothedOps = map[kernels.Op]kernels.Op{
+// generalLosses has the ops that stand for cross-entropy's where it has options.
+var generalLosses = map[kernels.Op]kernels.Op{
 	kernels.CrossEntropyForward:   kernels.GeneralCrossEntropyForward,
 	kernels.CrossEntropyForwardDX: kernels.GeneralCrossEntropyForwardDX,
 	kernels.CrossEntropyBackward:  kernels.GeneralCrossEntropyBackward,
 }
 
-// smoothed is the request for a call with label smoothing, or the same one without. Its kernels read the
-// weight of each class along with the logits.
-func (r request) smoothed(e float64, weight kernels.Vector) request {
-	if e == 0 {
+// general is the request for a call with options, or the same one without. Label smoothing has kernels read
+// the weight of each class along with the logits.
+func (r request) general(s *kernels.CrossEntropy) request {
+	if !s.HasOptions() {
 		return r
 	}
-	r.op = smoothedOps[r.op]
-	if weight.Present() {
+	r.op = generalLosses[r.op]
+	if s.LabelSmoothing != 0 && s.Weight.Present() {
 		r.weights = r.op != kernels.GeneralCrossEntropyForward
-		if !aligned(weight) && r.layout == policy.Aligned {
+		if !aligned(s.Weight) && r.layout == policy.Aligned {
 			r.layout = policy.MixedOffsets
 		}
 	}
@@ -217,7 +263,11 @@ func (k *cudaCall) generalCrossEntropy(
 	s *kernels.CrossEntropy, r *request,
 ) kernels.GeneralCrossEntropyArgs {
 	args := kernels.GeneralCrossEntropyArgs{
-		CrossEntropyArgs: k.crossEntropy(s), LabelSmoothing: float32(s.LabelSmoothing),
+		CrossEntropyArgs: k.crossEntropy(s), LabelSmoothing: float32(s.LabelSmoothing), ZLoss: float32(s.ZLoss),
+		Inner: float32(s.Map.Inner), Outer: 1,
+	}
+	if s.Map.Outer != 0 {
+		args.Outer = float32(s.Map.Outer)
 	}
 	if r.weights {
 		args.ClassWeights = k.at(k.plan.scratch.weights)

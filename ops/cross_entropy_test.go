@@ -1,6 +1,7 @@
 package ops_test
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -446,74 +447,122 @@ func TestAllRowsIgnored(t *testing.T) {
 	}
 }
 
-// smoothed is the reference of label smoothing e: the loss of each row, its gradient, and their magnitudes.
-func smoothed(x, target, weight []float64, n int64, e float64) (loss, sizeLoss, dx, sizeDX []float64) {
+// lossOptions are those of a row's loss. scale, softcap and temperature are 0 for their defaults.
+type lossOptions struct{ smoothing, zLoss, scale, softcap, temperature float64 }
+
+// z is a mapped logit and its derivative.
+func (o lossOptions) z(x float64) (z, slope float64) {
+	scale, temperature := cmp.Or(o.scale, 1), cmp.Or(o.temperature, 1)
+	if o.softcap == 0 {
+		return x * scale / temperature, scale / temperature
+	}
+	t := math.Tanh(scale * x / o.softcap)
+	return o.softcap * t / temperature, (1 - t*t) * scale / temperature
+}
+
+func (o lossOptions) forward(f ops.CrossEntropyForward) ops.CrossEntropyForward {
+	f.LabelSmoothing, f.ZLoss, f.Softcap = o.smoothing, o.zLoss, o.softcap
+	if o.scale != 0 {
+		f.Scale = ops.Some(o.scale)
+	}
+	if o.temperature != 0 {
+		f.Temperature = ops.Some(o.temperature)
+	}
+	return f
+}
+
+func (o lossOptions) backward(b ops.CrossEntropyBackward) ops.CrossEntropyBackward {
+	f := o.forward(ops.CrossEntropyForward{})
+	b.LabelSmoothing, b.ZLoss, b.Softcap = o.smoothing, o.zLoss, o.softcap
+	b.Scale, b.Temperature = f.Scale, f.Temperature
+	return b
+}
+
+// general is the reference of these options: the loss of each row, its gradient, and their magnitudes.
+func general(x, target, weight []float64, n int64, o lossOptions) (loss, sizeLoss, dx, sizeDX []float64) {
 	total := 0.0
 	for _, w := range weight {
 		total += w
 	}
+	_, steepest := o.z(0)
 	for i, class := range target {
-		r := row(x, int64(i), n)
-		top, sum := slices.Max(r), 0.0
+		r, slopes, sum := slices.Clone(row(x, int64(i), n)), make([]float64, n), 0.0
+		most := 0.0 // of the numbers that are rounded
+		for j, v := range r {
+			if !math.IsInf(v, 0) {
+				most = max(most, math.Abs(v)*cmp.Or(o.scale, 1)/cmp.Or(o.temperature, 1))
+			}
+			r[j], slopes[j] = o.z(v)
+		}
+		if o == (lossOptions{smoothing: o.smoothing, zLoss: o.zLoss}) {
+			most = 0 // nothing maps them
+		}
+		top := slices.Max(r)
 		for _, v := range r {
 			sum += math.Exp(v - top)
 		}
+		lse := top + math.Log(sum)
 		inside := class >= 0 && class < float64(n)
 		own, all, size := 0.0, 0.0, 0.0
 		if inside {
-			own = (1 - e) * weight[int(class)]
+			own = (1 - o.smoothing) * weight[int(class)]
 		}
+		nothing := class == ignored || inside && own == 0 && o.smoothing == 0 && o.zLoss == 0
 		for j, v := range r {
-			depth := top - v + math.Log(sum)
+			depth := lse - v
 			if weight[j] != 0 {
 				all += weight[j] * depth
 				size += weight[j] * (depth + 1)
 			}
-			p, share := math.Exp(v-top)/sum, e/float64(n)
-			g, hit := own*p+share*(total*p-weight[j]), 0.0
+			p, share := math.Exp(v-top)/sum, o.smoothing/float64(n)
+			g, hit := own*p+share*(total*p-weight[j])+2*o.zLoss*lse*p, 0.0
 			if float64(j) == class {
 				g -= own
 				hit = own
 			}
 			switch {
-			case class == ignored:
+			case nothing:
 				g = 0
 			case !inside:
 				g = math.NaN()
 			}
 			size := hit + share*weight[j]
 			if p > 0 {
-				size += p * (own + share*total) * (1 + math.Abs(v-top))
+				size += p * (own + share*total + 2*o.zLoss*math.Abs(lse)) * (1 + math.Abs(v-top) + 4*most)
 			}
-			dx, sizeDX = append(dx, g), append(sizeDX, size)
+			dx, sizeDX = append(dx, g*slopes[j]), append(sizeDX, size*steepest) // 1 - tanh^2 loses digits
 		}
-		l := e / float64(n) * all
+		l := o.smoothing/float64(n)*all + o.zLoss*lse*lse
+		size = o.smoothing/float64(n)*size + o.zLoss*lse*lse + (1+2*o.zLoss*math.Abs(lse))*2*most
 		switch {
-		case class == ignored:
+		case nothing:
 			l = 0
 		case !inside:
 			l = math.NaN()
 		case own != 0:
-			l += own * (top - r[int(class)] + math.Log(sum))
-			size += own * (top - r[int(class)] + math.Log(sum) + 1)
+			l += own * (lse - r[int(class)])
+			size += own * (lse - r[int(class)] + 1)
 		}
 		loss, sizeLoss = append(loss, l), append(sizeLoss, size)
 	}
 	return loss, sizeLoss, dx, sizeDX
 }
 
-func TestLabelSmoothing(t *testing.T) {
+func TestLossOptions(t *testing.T) {
 	const m = 6
 	r := rand.New(rand.NewPCG(5, 6))
 	for _, d := range floats {
 		for _, n := range append(rowWidths, 140000) { // several threads share a row of 140000
-			for _, e := range []float64{0.1, 1} {
+			for _, o := range []lossOptions{
+				{smoothing: 0.1}, {smoothing: 1}, {zLoss: 0.01}, {scale: 0.3, temperature: 1.7}, {softcap: 2},
+				{smoothing: 0.1, zLoss: 0.1, scale: 1.5, softcap: 30, temperature: 0.7},
+			} {
 				for _, weighted := range []bool{false, true} {
-					if n == 140000 && (d.Bits != 32 || e == 1) {
+					if n == 140000 && (d.Bits != 32 || o.smoothing != 0.1) {
 						continue // it is slow, and adds nothing
 					}
-					t.Run(fmt.Sprintf("%v/%d/%v/%t", d, n, e, weighted), func(t *testing.T) {
-						testLabelSmoothing(t, r, d, m, n, e, weighted)
+					t.Run(fmt.Sprintf("%v/%d/%v/%t", d, n, o, weighted), func(t *testing.T) {
+						testLossOptions(t, r, d, m, n, o, weighted)
 					})
 				}
 			}
@@ -521,7 +570,9 @@ func TestLabelSmoothing(t *testing.T) {
 	}
 }
 
-func testLabelSmoothing(t *testing.T, r *rand.Rand, d dlpack.DType, m, n int64, e float64, weighted bool) {
+func testLossOptions(
+	t *testing.T, r *rand.Rand, d dlpack.DType, m, n int64, o lossOptions, weighted bool,
+) {
 	stat := statistic(d)
 	vx, vt, vd := random(t, r, d, m*n), make([]float64, m), make([]float64, m)
 	for i := range vt {
@@ -534,18 +585,18 @@ func testLabelSmoothing(t *testing.T, r *rand.Rand, d dlpack.DType, m, n int64, 
 		for i := range vw {
 			vw[i] = float64(i%4) / 4 // exact in all types
 		}
-		vw[int(vt[3])] = 0 // the row counts all the same
+		vw[int(vt[3])] = 0 // with smoothing and with the z-loss the row counts all the same
 		if vw[0] = 0; n > 1 {
 			vx[3*n] = math.Inf(-1)
 		}
 		weight = tensor(t, d, vw, n)
 	}
 	vx = values(t, tensor(t, d, vx, m, n)) // rounded
-	loss, sizeLoss, dx, sizeDX := smoothed(vx, vt, vw, n, e)
+	loss, sizeLoss, dx, sizeDX := general(vx, vt, vw, n, o)
 	x, target := tensor(t, d, vx, m, n), tensor(t, dlpack.Int64, vt, m)
 	gotLoss, lse, gotDX := empty(t, stat, m), empty(t, stat, 2, m), empty(t, d, m, n)
-	forward := ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: gotLoss, LSE: lse, DX: gotDX,
-		LabelSmoothing: e}
+	forward := o.forward(ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: gotLoss, LSE: lse,
+		DX: gotDX})
 	require.NoError(t, forward.Run(nil))
 	requireClose(t, loss, sizeLoss, values(t, gotLoss), stat, n)
 	requireClose(t, dx, sizeDX, values(t, gotDX), d, n)
@@ -554,34 +605,88 @@ func testLabelSmoothing(t *testing.T, r *rand.Rand, d dlpack.DType, m, n int64, 
 	for i := range dx {
 		dx[i], sizeDX[i] = dx[i]*vd[int64(i)/n], sizeDX[i]*vd[int64(i)/n]
 	}
-	backward := ops.CrossEntropyBackward{X: x, Target: target, Weight: weight, DLoss: dloss, LSE: lse, DX: x,
-		LabelSmoothing: e}
+	backward := o.backward(ops.CrossEntropyBackward{X: x, Target: target, Weight: weight, DLoss: dloss,
+		LSE: lse, DX: x})
 	require.NoError(t, backward.Run(nil)) // in place
 	requireClose(t, dx, sizeDX, values(t, x), d, n)
 }
 
 // A mean is over the weights of the targets alone, and its gradient in one pass is that of backward.
-func TestLabelSmoothingOfMean(t *testing.T) {
-	const m, n, e = 5, 33, 0.2
+func TestLossOptionsOfMean(t *testing.T) {
+	const m, n = 5, 33
 	r := rand.New(rand.NewPCG(7, 8))
 	vx, vt := random(t, r, dlpack.Float64, m*n), []float64{0, 1, ignored, 2, 32}
-	vw := random(t, r, dlpack.Float64, n)
-	for i := range vw {
-		vw[i] = math.Abs(vw[i])
+	for _, o := range []lossOptions{
+		{smoothing: 0.2}, {zLoss: 0.2}, {smoothing: 0.1, zLoss: 0.1, scale: 2, softcap: 3, temperature: 1.5},
+	} {
+		vw := ones(n)
+		x, target := tensor(t, dlpack.Float64, vx, m, n), tensor(t, dlpack.Int32, vt, m)
+		var weight *dlpack.Tensor
+		if o.zLoss == 0 {
+			vw = random(t, r, dlpack.Float64, n)
+			for i := range vw {
+				vw[i] = math.Abs(vw[i])
+			}
+			weight = tensor(t, dlpack.Float64, vw, n)
+		}
+		losses, _, dx, _ := general(vx, vt, vw, n, o)
+		weights := vw[0] + vw[1] + vw[2] + vw[32]
+		loss, gotDX, denominator := empty(t, dlpack.Float64, 1), empty(t, dlpack.Float64, m, n),
+			empty(t, dlpack.Float64, 1)
+		lse := empty(t, dlpack.Float64, 2, m)
+		forward := o.forward(ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: loss, DX: gotDX,
+			LSE: lse, Denominator: denominator, Reduction: kernels.ReduceMean, OnePass: true})
+		require.NoError(t, forward.Run(nil))
+		assert.InDelta(t, sum(losses)/weights, values(t, loss)[0], 1e-13)
+		assert.InDelta(t, weights, values(t, denominator)[0], 1e-13)
+		for i, v := range values(t, gotDX) {
+			require.InDelta(t, dx[i]/weights, v, 1e-14)
+		}
+		// For another upstream gradient than expected, backward makes it again from what forward has kept.
+		backward := o.backward(ops.CrossEntropyBackward{X: x, Target: target, Weight: weight, DX: gotDX, LSE: lse,
+			DLoss: tensor(t, dlpack.Float64, []float64{3}, 1), Denominator: denominator,
+			Reduction: kernels.ReduceMean, OnePass: true})
+		require.NoError(t, backward.Run(nil))
+		for i, v := range values(t, gotDX) {
+			require.InDelta(t, 3*dx[i]/weights, v, 1e-13)
+		}
 	}
-	losses, _, dx, _ := smoothed(vx, vt, vw, n, e)
-	weights := vw[0] + vw[1] + vw[2] + vw[32]
-	x, target, weight := tensor(t, dlpack.Float64, vx, m, n), tensor(t, dlpack.Int32, vt, m),
-		tensor(t, dlpack.Float64, vw, n)
-	loss, gotDX, denominator := empty(t, dlpack.Float64, 1), empty(t, dlpack.Float64, m, n),
-		empty(t, dlpack.Float64, 1)
-	require.NoError(t, ops.CrossEntropyForward{X: x, Target: target, Weight: weight, Loss: loss, DX: gotDX,
-		Denominator: denominator, Reduction: kernels.ReduceMean, OnePass: true, LabelSmoothing: e}.Run(nil))
-	assert.InDelta(t, sum(losses)/weights, values(t, loss)[0], 1e-13)
-	assert.InDelta(t, weights, values(t, denominator)[0], 1e-13)
-	for i, v := range values(t, gotDX) {
-		require.InDelta(t, dx[i]/weights, v, 1e-14)
+}
+
+func TestLossOptionsRefuse(t *testing.T) {
+	x, target := tensor(t, dlpack.Float32, []float64{1, 2}, 1, 2), tensor(t, dlpack.Int64, []float64{1}, 1)
+	weight, loss := tensor(t, dlpack.Float32, []float64{1, 2}, 2), empty(t, dlpack.Float32, 1)
+	forward := ops.CrossEntropyForward{X: x, Target: target, Loss: loss}
+	inf := math.Inf(1)
+	for option, c := range map[string]struct {
+		set  func(f *ops.CrossEntropyForward, v float64)
+		bad  []float64
+		said string
+	}{
+		"z_loss": {func(f *ops.CrossEntropyForward, v float64) { f.ZLoss = v },
+			[]float64{-1, inf, math.NaN(), 1e39}, "at least 0"},
+		"scale": {func(f *ops.CrossEntropyForward, v float64) { f.Scale = ops.Some(v) },
+			[]float64{-1, 0, inf, math.NaN(), 1e-40}, "1e-18 to 1e+18"},
+		"softcap": {func(f *ops.CrossEntropyForward, v float64) { f.Softcap = v },
+			[]float64{-1, inf, math.NaN(), 1e30}, "or 0 for none"},
+		"temperature": {func(f *ops.CrossEntropyForward, v float64) { f.Temperature = ops.Some(v) },
+			[]float64{-1, 0, inf, math.NaN()}, "1e-18 to 1e+18"},
+	} {
+		for _, v := range c.bad {
+			f := forward
+			c.set(&f, v)
+			err := f.Run(nil)
+			require.ErrorContains(t, err, fmt.Sprintf("%s is %v, expected", option, v))
+			require.ErrorContains(t, err, c.said)
+		}
+		b := ops.CrossEntropyBackward{X: x, Target: target, DLoss: loss, LSE: loss, DX: x, Slice: true}
+		f := forward
+		c.set(&f, 0.5)
+		b.ZLoss, b.Scale, b.Softcap, b.Temperature = f.ZLoss, f.Scale, f.Softcap, f.Temperature
+		require.ErrorContains(t, b.Run(nil), option+" is set with slice")
 	}
+	forward.ZLoss, forward.Weight, forward.Reduction = 1, weight, kernels.ReduceMean
+	require.ErrorContains(t, forward.Run(nil), "z_loss is 1 with weight and reduction mean")
 }
 
 func TestCrossEntropyInfinities(t *testing.T) {

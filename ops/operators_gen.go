@@ -1461,7 +1461,9 @@ func (o LayerNormBackward) Run(c *Call) error {
 // the losses, is computed in the same pass over x. With e = label_smoothing and C classes a row's loss is (1
 // - e) * weight[t] * (lse - x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., "Rethinking the
 // Inception Architecture for Computer Vision", 2016), also if the target has weight 0; a class of weight 0
-// counts for nothing, even if its logit is -inf. denominator is written with any reduction. Loss and dx are
+// counts for nothing, even if its logit is -inf. z_loss adds z_loss * lse^2 (Chowdhery et al., "PaLM: Scaling
+// Language Modeling with Pathways", 2022), also if the target has weight 0. With scale, softcap and
+// temperature dx is still the gradient of x. denominator is written with any reduction. Loss and dx are
 // divided by divisor, which must be NULL with reduction mean. dx is the gradient for an upstream gradient of
 // upstream, which is 1 if absent.
 //
@@ -1482,6 +1484,13 @@ type CrossEntropyForward struct {
 	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
 	Reduction      Reduction       // how the rows' losses are reduced
 	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
+	// the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean
+	ZLoss float64
+	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+	// temperature, and all else is of z; more than 0; not with slice; 1 by default
+	Scale       Optional[float64]
+	Softcap     float64           // see scale; more than 0, or 0 for none; not with slice
+	Temperature Optional[float64] // see scale; more than 0; not with slice; 1 by default
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -1506,6 +1515,10 @@ type crossEntropyForward struct {
 	IgnoreIndex    int64
 	Reduction      Reduction
 	LabelSmoothing float64
+	ZLoss          float64
+	Scale          float64
+	Softcap        float64
+	Temperature    float64
 	OnePass        bool
 	Choice
 }
@@ -1517,6 +1530,10 @@ func (o CrossEntropyForward) Run(c *Call) error {
 		IgnoreIndex:    o.IgnoreIndex.or(-100),
 		Reduction:      o.Reduction,
 		LabelSmoothing: o.LabelSmoothing,
+		ZLoss:          o.ZLoss,
+		Scale:          o.Scale.or(1),
+		Softcap:        o.Softcap,
+		Temperature:    o.Temperature.or(1),
 		OnePass:        o.OnePass,
 		Choice:         Choose(Auto, o.BatchInvariant),
 	}
@@ -1558,10 +1575,11 @@ func (o CrossEntropyForward) Run(c *Call) error {
 
 // CrossEntropyBackward is the operator cross_entropy_backward: dx = dloss * weight[t] * (softmax(x) -
 // onehot(t)), or with e = label_smoothing dloss * ((1 - e) * weight[t] * (softmax(x) - onehot(t)) + e / C *
-// (sum(weight) * softmax(x) - weight)), divided by the denominator with reduction mean. That requires
-// denominator, or an lse that contains it; otherwise denominator must be NULL. With the other reductions it
-// is divided by divisor. upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are
-// more accurate than their sum, which loses digits if logits are large.
+// (sum(weight) * softmax(x) - weight)), with z_loss, scale, softcap and temperature the gradient of forward's
+// loss, divided by the denominator with reduction mean. That requires denominator, or an lse that contains
+// it; otherwise denominator must be NULL. With the other reductions it is divided by divisor. upstream is
+// forward's, with one_pass. lse is what forward wrote. Its two parts are more accurate than their sum, which
+// loses digits if logits are large.
 //
 // M and N are the rows and columns of x. A refused call writes nothing.
 type CrossEntropyBackward struct {
@@ -1582,6 +1600,13 @@ type CrossEntropyBackward struct {
 	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
 	Reduction      Reduction       // how the rows' losses are reduced
 	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
+	// the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean
+	ZLoss float64
+	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+	// temperature, and all else is of z; more than 0; not with slice; 1 by default
+	Scale       Optional[float64]
+	Softcap     float64           // see scale; more than 0, or 0 for none; not with slice
+	Temperature Optional[float64] // see scale; more than 0; not with slice; 1 by default
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -1610,6 +1635,10 @@ type crossEntropyBackward struct {
 	IgnoreIndex    int64
 	Reduction      Reduction
 	LabelSmoothing float64
+	ZLoss          float64
+	Scale          float64
+	Softcap        float64
+	Temperature    float64
 	OnePass        bool
 	Slice          bool
 	Choice
@@ -1622,6 +1651,10 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 		IgnoreIndex:    o.IgnoreIndex.or(-100),
 		Reduction:      o.Reduction,
 		LabelSmoothing: o.LabelSmoothing,
+		ZLoss:          o.ZLoss,
+		Scale:          o.Scale.or(1),
+		Softcap:        o.Softcap,
+		Temperature:    o.Temperature.or(1),
 		OnePass:        o.OnePass,
 		Slice:          o.Slice,
 		Choice:         Choose(Auto, o.BatchInvariant),

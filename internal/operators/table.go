@@ -442,6 +442,13 @@ var Table = []Group{
 			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "how the rows' losses are reduced"},
 			{Name: "label_smoothing", Type: Real, Since: 1,
 				Doc: "the share of a row's loss that all classes have alike, 0 to 1; not with slice"},
+			{Name: "z_loss", Type: Real, Since: 1,
+				Doc: "the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean"},
+			{Name: "scale", Type: Real, Default: 1, Since: 1,
+				Doc: "x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to " +
+					"scale * x / temperature, and all else is of z; more than 0; not with slice"},
+			{Name: "softcap", Type: Real, Since: 1, Doc: "see scale; more than 0, or 0 for none; not with slice"},
+			{Name: "temperature", Type: Real, Default: 1, Since: 1, Doc: "see scale; more than 0; not with slice"},
 			{Name: "one_pass", Type: Flag,
 				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
 					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +
@@ -468,7 +475,9 @@ var Table = []Group{
 					"pass over x. With e = label_smoothing and C classes a row's loss is (1 - e) * weight[t] * " +
 					"(lse - x[t]) + e / C * sum(weight[c] * (lse - x[c])) (Szegedy et al., \"Rethinking the " +
 					"Inception Architecture for Computer Vision\", 2016), also if the target has weight 0; a class " +
-					"of weight 0 counts for nothing, even if its logit is -inf. denominator is written with any " +
+					"of weight 0 counts for nothing, even if its logit is -inf. z_loss adds z_loss * lse^2 " +
+					"(Chowdhery et al., \"PaLM: Scaling Language Modeling with Pathways\", 2022), also if the target has " +
+					"weight 0. With scale, softcap and temperature dx is still the gradient of x. denominator is written with any " +
 					"reduction. Loss and dx are divided by divisor, which must be NULL with reduction mean. dx is " +
 					"the gradient for an upstream gradient of upstream, which is 1 if absent.",
 				Operands: []Operand{
@@ -501,6 +510,7 @@ var Table = []Group{
 				Name: "backward", Owned: "gander_cross_entropy_grad", Refuses: true,
 				Doc: "dx = dloss * weight[t] * (softmax(x) - onehot(t)), or with e = label_smoothing dloss * " +
 					"((1 - e) * weight[t] * (softmax(x) - onehot(t)) + e / C * (sum(weight) * softmax(x) - weight)), " +
+					"with z_loss, scale, softcap and temperature the gradient of forward's loss, " +
 					"divided by the denominator with reduction mean. That requires denominator, or an lse that " +
 					"contains it; otherwise denominator must be NULL. With the other reductions it is divided by " +
 					"divisor. upstream is forward's, with one_pass. lse is what forward wrote. Its two parts are more " +

@@ -10,11 +10,11 @@ import (
 // CrossEntropyForward computes loss = weight[t] * ((max - x[t]) + log(sum exp(x - max))) for each row. If DX
 // is present it also computes dx = upstream * weight[t] * (softmax(x) - onehot(t)), divided by the
 // denominator with OnePass and ReduceMean. Loss and DX are divided by Divisor. DX may be X. With
-// LabelSmoothing see smoothedForward.
+// options see generalForward.
 func CrossEntropyForward(a *kernels.CrossEntropy, workers int) error {
 	o := operands{x: a.X, dx: a.DX, exponentials: true}
-	if a.LabelSmoothing != 0 {
-		return run(&o, more{ce: a}, workers, smoothedForward[float32]{}, smoothedForward[float64]{})
+	if a.HasOptions() {
+		return run(&o, more{ce: a}, workers, generalForward[float32]{}, generalForward[float64]{})
 	}
 	if a.DX.Data != nil {
 		o.reuseUpTo = longRow
@@ -30,8 +30,8 @@ func CrossEntropyBackward(a *kernels.CrossEntropy, workers int) error {
 		return nil
 	}
 	o := operands{x: a.X, dx: a.DX, exponentials: true}
-	if a.LabelSmoothing != 0 {
-		return run(&o, more{ce: a}, workers, smoothedBackward[float32]{}, smoothedBackward[float64]{})
+	if a.HasOptions() {
+		return run(&o, more{ce: a}, workers, generalBackward[float32]{}, generalBackward[float64]{})
 	}
 	return run(&o, more{ce: a}, workers, crossEntropyBackward[float32]{}, crossEntropyBackward[float64]{})
 }
@@ -59,7 +59,7 @@ const noColumn = -1
 type target struct {
 	column  int
 	weight  float64 // of the row's loss and gradient, and of the row in a mean
-	ignored bool    // it is the ignored index; or its class has weight 0, and nothing smooths the labels
+	ignored bool    // it is the ignored index; or its class has weight 0, and no option counts it all the same
 	valid   bool    // it is a column
 }
 
@@ -82,7 +82,7 @@ func (c *call[T]) targetOf(row int) target {
 	}
 	if t.weight == 0 {
 		t.weight = 0 // not -0, which the loss would show
-		t.ignored = c.ce.LabelSmoothing == 0 || v == c.ce.IgnoreIndex
+		t.ignored = c.ce.LabelSmoothing == 0 && c.ce.ZLoss == 0 || v == c.ce.IgnoreIndex
 	}
 	return t
 }
@@ -310,7 +310,7 @@ func (w *worker[T]) sumsOf(from int, targets []target, partials []partial) []tar
 			continue
 		}
 		top := s.high
-		s.logit = w.logit(from+i, t.column)
+		s.logit = w.mappedLogit(from+i, t.column)
 		s.high = larger(top, s.logit)
 		exps[i] = belowHigh(s.logit, s.high)
 		if s.highest = exps[i] == 0; s.highest {

@@ -1,9 +1,9 @@
-// Cross-entropy with label smoothing, forward and backward. What has no options has kernels of its own
-// (cross_entropy.cuh). With e for label_smoothing, C classes of weights w, W for their sum, p = softmax(x):
-//   loss = (1 - e) w[t] (lse - x[t]) + e / C sum w[c] (lse - x[c])
-//   dx[c] = (1 - e) w[t] (p[c] - [c = t]) + e / C (W p[c] - w[c])
-// The target stays in the sum of exponentials: with smoothing, neither the loss nor the gradient of a certain
-// target is near 0.
+// Cross-entropy with options, forward and backward. What has none has kernels of its own
+// (cross_entropy.cuh). Logits x are first mapped to z = outer * tanh(inner * x), or outer * x without a cap.
+// With e for label_smoothing, C classes of weights w, W for their sum, p = softmax(z), lse for its log-sum:
+//   loss = (1 - e) w[t] (lse - z[t]) + e / C sum w[c] (lse - z[c]) + z_loss lse^2
+//   dz[c] = (1 - e) w[t] (p[c] - [c = t]) + e / C (W p[c] - w[c]) + 2 z_loss lse p[c]
+// All options are branches that a launch takes alike.
 #pragma once
 #include "cross_entropy.cuh"
 #include "general_cross_entropy_args_gen.cuh"
@@ -11,30 +11,76 @@
 
 namespace gander {
 
-// Online softmax, and the sum of w[c] (max - x[c]): no term is negative, so that no digits cancel. weight is
-// the sum of w[c]. All four are of the elements so far. In place of a maximum of -inf, 0 is subtracted.
+// A mapped logit, and on request the derivative. Nothing contracts with what comes after, so that a logit has
+// the same bits wherever it is mapped. Increasing: the mapped maximum is the maximum of what is mapped.
 template <class T>
-struct alignas(16) SmoothedSum {
-  using Partial = SmoothedSum;
+struct MappedLogit {
+  float value, derivative;
+  __device__ __forceinline__ MappedLogit(const GeneralCrossEntropyArgs& a, float x) {
+    value = __fmul_rn(a.outer, x), derivative = a.outer;
+    if (a.inner == 0.f) return;
+    const float t = tanh(__fmul_rn(a.inner, x));
+    value = __fmul_rn(a.outer, t), derivative = a.outer * a.inner * ((1.f - t) * (1.f + t));
+  }
+  // Of 16 bits by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a small result.
+  __device__ __forceinline__ static float tanh(float u) {
+    if constexpr (sizeof(T) == 4) return tanhf(u);
+    else return fmaf(-2.f, __fdividef(1.f, 1.f + exp_difference<T>(2.f * u, 0.f)), 1.f);
+  }
+};
+
+// Maps a vector. A cap would make what is out of bounds finite: it stays -inf.
+template <class T, int E, class View>
+__device__ __forceinline__ void map_logits(const GeneralCrossEntropyArgs& a, const View& p, int e,
+                                           const float (&x)[E], float (&z)[E]) {
+#pragma unroll
+  for (int j = 0; j < E; j++) z[j] = MappedLogit<T>(a, x[j]).value;
+  if (a.inner == 0.f) return;
+#pragma unroll
+  for (int j = 0; j < E; j++) z[j] = e + j >= p.bounds.lo && e + j < p.bounds.hi ? z[j] : -kInfinity;
+}
+
+// Online softmax of mapped logits. The element that has the maximum m adds 1 to the sum of exp(z - m), and
+// `others` is without that 1: the logarithm of a sum that is nearly 1 keeps its digits. depth is the sum of
+// w (m - z), in which no term is negative, so that no digits cancel, and weight the sum of w; both are 0
+// without label smoothing. All are of the elements so far. In place of a maximum of -inf, 0 is subtracted.
+template <class T>
+struct alignas(16) GeneralSum {
+  using Partial = GeneralSum;
   static constexpr bool kMaxFirst = false;
-  float s = 0.f, m = -kInfinity, depth = 0.f, weight = 0.f;
+  float others = 0.f, m = -kInfinity, depth = 0.f, weight = 0.f;
 
   __device__ __forceinline__ static float reference(float m) { return m == -kInfinity ? 0.f : m; }
-  // What the sums are for a maximum of `top`, which is at least m.
-  __device__ __forceinline__ void rebase(float top) {
-    const float from = reference(m), to = reference(top);
-    if (from != to) s *= exp_difference<T>(m, to), depth += weight == 0.f ? 0.f : weight * (to - from);
-    m = top;
+  // NaN where a logit is +inf, as in torch.
+  __device__ __forceinline__ float sum() const {
+    return m == -kInfinity ? others : m == kInfinity ? kNaN : 1.f + others;
   }
-  __device__ __forceinline__ void merge(SmoothedSum o) {
+  // What forward keeps of the sum for a backward with the same bits.
+  __device__ __forceinline__ SavedSum saved() const {
+    return SavedSum::of(sum(), others, m > -kInfinity && m < kInfinity);
+  }
+  // For a maximum of `top`, which is at least m. Below it, the element that had m is one of the others.
+  __device__ __forceinline__ void rebase(float top) {
+    if (m < top) {
+      const float from = reference(m);
+      if (m > -kInfinity) others = (1.f + others) * exp_difference<T>(m, top);
+      depth += weight == 0.f ? 0.f : weight * (top - from);
+      m = top;
+    }
+  }
+  __device__ __forceinline__ void merge(GeneralSum o) {
     const float top = fmaxf(m, o.m);
+    const bool both = m == o.m && top > -kInfinity;
     rebase(top), o.rebase(top);
-    s += o.s, depth += o.depth, weight += o.weight;
+    others += o.others + (both ? 1.f : 0.f), depth += o.depth, weight += o.weight;
   }
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
-    rebase(lanes_max<L>(m));
-    s = lanes_sum<L>(s), depth = lanes_sum<L>(depth), weight = lanes_sum<L>(weight);
+    const float top = lanes_max<L>(m);
+    const float having = lanes_sum<L>(m == top && top > -kInfinity ? 1.f : 0.f);
+    rebase(top);
+    others = lanes_sum<L>(others) + fmaxf(having - 1.f, 0.f);
+    depth = lanes_sum<L>(depth), weight = lanes_sum<L>(weight);
   }
 };
 
@@ -50,42 +96,72 @@ __device__ __forceinline__ void load_class_weights(const CrossEntropyArgs& a, co
   for (int j = 0; j < E; j++) w[j] = e + j >= p.bounds.lo && e + j < p.bounds.hi ? 1.f : 0.f;
 }
 
-// What the gradient of a row is made of: dx = exp(x - max) * scale - others * w, at the target less by own.
-struct SmoothedGradient {
-  bool ignored;
-  float max, scale, own, others;
+// Whether a row is ignored because its target's class has weight 0, which neither smoothing nor the z-loss has.
+__device__ __forceinline__ bool counts_for_nothing(const GeneralCrossEntropyArgs& a, const Label& label) {
+  return label.weight == 0.f && a.label_smoothing == 0.f && a.z_loss == 0.f;
+}
 
-  // scale is still without the factor 1 / sum exp(x - max). gradient: of the row's loss.
-  __device__ __forceinline__ static SmoothedGradient of(const GeneralCrossEntropyArgs& a, float gradient,
-                                                        const Label& label, bool ignored) {
-    if (ignored) return {true, 0.f, 0.f, 0.f, 0.f};
-    float classes = static_cast<float>(a.rows.n), count = classes;
+// What the gradient of a row is made of: dz = exp(z - max) * scale - others * w, at the target less by own. In
+// an ignored row scale, others and own are 0, and no logit matters.
+struct GeneralGradient {
+  float max, scale, others, own;
+  float of_max;  // dz of a target that has the maximum
+
+  // gradient: of the row's loss. log_sum: the logarithm of the sum of exp(z - max). saved: that sum, from which
+  // forward and backward make the same bits, or null.
+  __device__ __forceinline__ static GeneralGradient of(const GeneralCrossEntropyArgs& a, float gradient,
+                                                       const Label& label, bool ignored, float max,
+                                                       float log_sum, const SavedSum* saved) {
+    GeneralGradient g = {};
+    if (ignored) return g;
+    const float count = static_cast<float>(a.rows.n);
+    float classes = count;
     if (a.class_weights) {
       wait_for_previous_launch();
       classes = __ldcg(static_cast<const float*>(a.class_weights));
     }
     if (a.divisor) gradient /= load_divisor(a);
     const float own = gradient * (1.f - a.label_smoothing) * label.weight;
-    const float others = gradient * a.label_smoothing / count;
-    return {false, 0.f, fmaf(others, classes, own), own, others};
+    g.max = max, g.others = gradient * a.label_smoothing / count;
+    float rest = g.others * classes;
+    if (a.z_loss != 0.f) rest = fmaf(2.f * a.z_loss * gradient, max + log_sum, rest);
+    const float p = saved ? 1.f / saved->sum() : expf(-log_sum);  // of a class that has the maximum
+    const float share = saved ? (saved->confident() ? -saved->bits * p : 1.f)
+                              : log_sum < 0.25f ? one_minus_exp(log_sum) : 1.f;  // of the others, if it is small
+    g.scale = (rest + own) * p, g.own = fmaf(g.others, label.weight, own);
+    g.of_max = g.scale - g.own;  // where the target has nearly all of the sum, this would lose the others' share
+    if (share < 0.25f) g.of_max = fmaf(-own, share, rest * p) - g.others * label.weight;
+    return g;
   }
   template <class T, bool Unaligned, int E, class View>
-  __device__ __forceinline__ void map(const CrossEntropyArgs& a, int64_t target, const float (&x)[E],
+  __device__ __forceinline__ void map(const GeneralCrossEntropyArgs& a, int64_t target, const float (&x)[E],
                                       const View& p, int e, float (&dx)[E]) const {
-    float w[E];
-    load_class_weights<Unaligned>(a, p, e, w);
+    const bool nothing = scale == 0.f && others == 0.f;
+    float w[E] = {};
+    if (a.label_smoothing != 0.f) load_class_weights<Unaligned>(a, p, e, w);
 #pragma unroll
-    for (int j = 0; j < E; j++)
-      dx[j] = ignored ? 0.f : fmaf(-others, w[j], __fmul_rn(exp_difference<T>(x[j], max), scale));
-    const float less = own;
-    replace_at(target, p.origin, e, dx, [=](float v) { return v - less; });
+    for (int j = 0; j < E; j++) {
+      const MappedLogit<T> z(a, x[j]);
+      const float v = fmaf(-others, w[j], __fmul_rn(exp_difference<T>(z.value, max), scale));
+      dx[j] = nothing ? 0.f : v * z.derivative;
+    }
+    const unsigned j = position_in_view(target, p.origin) - e;
+    if (j >= E || own == 0.f) return;
+    float logit = 0.f;
+#pragma unroll
+    for (unsigned k = 0; k < E; k++) logit = j == k ? x[k] : logit;
+    const MappedLogit<T> z(a, logit);
+    const float v = __fmul_rn(exp_difference<T>(z.value, max), scale);
+    const float replacement = (v == scale && scale != 0.f ? of_max : v - own) * z.derivative;
+#pragma unroll
+    for (unsigned k = 0; k < E; k++) dx[k] = j == k ? replacement : dx[k];
   }
 };
 
 template <class T_, bool Gradient>
 struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, Gradient>> {
   using T = T_;
-  using State = SmoothedSum<T>;
+  using State = GeneralSum<T>;
   using Args = GeneralCrossEntropyArgs;
   using Plain = CrossEntropyForward<T, Gradient>;
   static constexpr bool kHasOutput = Gradient;
@@ -93,7 +169,7 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
     Label label;
     bool ignored, omitted;
     float logit;
-    SmoothedGradient gradient;
+    GeneralGradient gradient;
   };
   __device__ __forceinline__ static uint4 fill() { return lowest_vector<T>(); }
   __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
@@ -107,12 +183,13 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
   // The logit is read before dx may be written over it.
   __device__ __forceinline__ static void resolve_part(const Args& a, int64_t row, Scalars& sc, bool leader) {
     resolve_label(a, sc);
-    sc.logit = leader ? Plain::load_logit(a, row, sc.label.index) : -kInfinity;
+    sc.logit = leader ? MappedLogit<T>(a, Plain::load_logit(a, row, sc.label.index)).value : -kInfinity;
     __syncwarp();
   }
   __device__ __forceinline__ static void resolve_label(const Args& a, Scalars& sc) {
     sc.ignored = sc.label.index == a.ignore_index;
     sc.label = label<false>(a, sc.label.index);
+    sc.ignored |= counts_for_nothing(a, sc.label);
   }
   __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
     static_cast<float*>(a.target_logits)[row] = sc.logit;
@@ -128,48 +205,80 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
                                                     int e, int step) {
     constexpr int E = kElements<T>;
     constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
-    st.rebase(fmaxf(st.m, tile_max(T(), tile.a)));
+    float ones = 0.f;  // elements that have the maximum
+    const float high = highest<V>(a, tile, p, e, step);
+    const bool adds_max = high > st.m;
+    st.rebase(fmaxf(st.m, high));
     const float r = State::reference(st.m);
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      float x[E], w[E], sum = 0.f, depth = 0.f, weight = 0.f;  // see MaxSum::exponentials
+      float x[E], z[E], sum = 0.f, count = 0.f;  // see MaxSum::exponentials
       tile.get_a(i, x);
-      load_class_weights<Tile::kUnaligned>(a, p, e + i * step, w);
+      map_logits<T>(a, p, e + i * step, x, z);
 #pragma unroll
       for (int j = 0; j < E; j++) {
-        sum += exp_difference<T>(x[j], r);
-        depth += w[j] == 0.f ? 0.f : w[j] * (r - x[j]);  // a class of weight 0 may be at -inf
-        weight += w[j];
+        const bool has_max = z[j] == r;
+        sum += has_max ? 0.f : exp_difference<T>(z[j], r);
+        count += has_max ? 1.f : 0.f;
       }
-      st.s += sum, st.depth += depth, st.weight += weight;
+      st.others += sum, ones += count;
+      if (a.label_smoothing != 0.f) add_depth<Tile::kUnaligned>(a, st, p, e + i * step, z, r);
     }
+    if (st.m > -kInfinity) st.others += ones - (adds_max ? 1.f : 0.f);
+  }
+  // The maximum of a tile's mapped logits. A cap makes -inf finite, and what is out of bounds stays -inf.
+  template <int V, class Tile, class View>
+  __device__ __forceinline__ static float highest(const Args& a, const Tile& tile, const View& p, int e,
+                                                  int step) {
+    const float high = tile_max(T(), tile.a);
+    bool any = a.inner == 0.f || high > -kInfinity;
+    if (!any) {
+#pragma unroll
+      for (int i = 0; i < V; i++)
+        any |= e + i * step < p.bounds.hi && e + i * step + kElements<T> > p.bounds.lo;
+    }
+    return any ? MappedLogit<T>(a, high).value : -kInfinity;
+  }
+  template <bool Unaligned, int E, class View>
+  __device__ __forceinline__ static void add_depth(const Args& a, State& st, const View& p, int e,
+                                                   const float (&z)[E], float r) {
+    float w[E], depth = 0.f, weight = 0.f;
+    load_class_weights<Unaligned>(a, p, e, w);
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      depth += w[j] == 0.f ? 0.f : w[j] * (r - z[j]);  // a class of weight 0 may be at -inf
+      weight += w[j];
+    }
+    st.depth += depth, st.weight += weight;
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, Scalars& sc, const State& st,
                                                   bool leader) {
-    if (leader) record(a, row, sc, st);
+    const float2 log = log_parts(st.sum(), st.others);
+    if (leader) record(a, row, sc, st, log);
     if constexpr (Gradient) {
       if (a.one_pass && a.mean) wait_for_previous_launch();  // it sums the rows' weights
       const float upstream = a.upstream ? *static_cast<const float*>(a.upstream) : 1.f;
       sc.omitted = a.sums && isnan(upstream);
-      sc.gradient = SmoothedGradient::of(a, upstream, sc.label, sc.ignored);
-      sc.gradient.max = sc.ignored ? 0.f : st.m;
-      sc.gradient.scale /= sc.ignored ? 1.f : st.s;
+      const SavedSum saved = st.saved();
+      sc.gradient = GeneralGradient::of(a, upstream, sc.label, sc.ignored, st.m, log.x + log.y, &saved);
     }
   }
   __device__ __forceinline__ static void record(const Args& a, int64_t row, const Scalars& sc,
-                                                const State& st) {
-    const float2 log = log_parts(st.s, st.s - 1.f);
+                                                const State& st, float2 log) {
     const float log_sum = log.x + log.y, own = (1.f - a.label_smoothing) * sc.label.weight;
     float loss = 0.f;
     if (!sc.ignored) {
-      loss = a.label_smoothing / static_cast<float>(a.rows.n) * fmaf(st.weight, log_sum, st.depth);
+      if (a.label_smoothing != 0.f)
+        loss = a.label_smoothing / static_cast<float>(a.rows.n) * fmaf(st.weight, log_sum, st.depth);
       if (own != 0.f) loss += row_loss(log, st.m, sc.logit, own);
+      if (a.z_loss != 0.f) loss += a.z_loss * (st.m + log_sum) * (st.m + log_sum);
     }
     if (a.single_cta_total) cta_row_losses()[row] = make_float2(loss, sc.label.weight);
     store_if(a.row_losses, static_cast<float2*>(a.row_losses) + row, make_float2(loss, sc.label.weight));
     store_if(a.loss, static_cast<float*>(a.loss) + row * a.loss_stride,
              a.loss && a.divisor ? loss / load_divisor(a) : loss);
-    store_if(a.log_sum, static_cast<float*>(a.log_sum) + row * a.log_sum_stride, a.sums ? st.s : log_sum);
+    store_if(a.log_sum, static_cast<float*>(a.log_sum) + row * a.log_sum_stride,
+             a.sums ? st.saved().bits : log_sum);
     store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride, a.log_sum ? st.m : st.m + log_sum);
   }
   template <bool Unaligned, bool Cached, int E, class View>
@@ -191,7 +300,7 @@ struct GeneralCrossEntropyBackward : RowOperator<GeneralCrossEntropyBackward<T_>
   struct Scalars {
     int64_t index;
     float dloss, max, second;
-    SmoothedGradient gradient;
+    GeneralGradient gradient;
   };
   __device__ __forceinline__ static bool already_done(const Args& a) {
     return CrossEntropyBackward<T>::already_done(a);
@@ -206,14 +315,16 @@ struct GeneralCrossEntropyBackward : RowOperator<GeneralCrossEntropyBackward<T_>
     return sc;
   }
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
-    const bool ignored = sc.index == a.ignore_index;
     const Label l = label<false>(a, sc.index);
+    const bool ignored = sc.index == a.ignore_index || counts_for_nothing(a, l);
     sc.index = l.index;
-    sc.gradient = SmoothedGradient::of(a, sc.dloss, l, ignored);
-    if (ignored) return;
-    sc.gradient.max = sc.max;
-    if (a.sums) sc.gradient.scale /= SavedSum{sc.second}.sum();  // by the operations of forward
-    else sc.gradient.scale *= expf(-sc.second);
+    if (!a.sums) {
+      sc.gradient = GeneralGradient::of(a, sc.dloss, l, ignored, sc.max, sc.second, nullptr);
+      return;
+    }
+    const SavedSum saved{sc.second};  // by the operations of forward
+    const float2 log = log_parts(saved.sum(), saved.confident() ? -saved.bits : saved.bits - 1.f);
+    sc.gradient = GeneralGradient::of(a, sc.dloss, l, ignored, sc.max, log.x + log.y, &saved);
   }
   template <bool Unaligned, bool Cached, int E, class View>
   __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],

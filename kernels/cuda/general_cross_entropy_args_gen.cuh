@@ -7,8 +7,10 @@ namespace gander {
 struct GeneralCrossEntropyArgs : CrossEntropyArgs {
   void* class_weights;
   float label_smoothing;
-  int32_t padding;
+  float z_loss;
+  float inner;
+  float outer;
 };
-static_assert(sizeof(GeneralCrossEntropyArgs) == 344, "the layout is Go's");
+static_assert(sizeof(GeneralCrossEntropyArgs) == 352, "the layout is Go's");
 
 }  // namespace gander

@@ -17,7 +17,7 @@ KERNEL(general_cross_entropy_forward_apply_bfloat16_256x2_unaligned, 256, 4, app
 KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_8x4, 128, 8, rows_body<GeneralCrossEntropyForward<bf16, true>, 8, 4, 0>)
 KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_32x4, 128, 8, rows_body<GeneralCrossEntropyForward<bf16, true>, 32, 4, 0>)
 KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_256x4, 256, 4, rows_body<GeneralCrossEntropyForward<bf16, true>, 256, 4, kExactWarps>)
-KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_32x4_unaligned, 128, 8, rows_body<GeneralCrossEntropyForward<bf16, true>, 32, 4, kUnaligned>)
+KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_32x4_unaligned, 128, 6, rows_body<GeneralCrossEntropyForward<bf16, true>, 32, 4, kUnaligned>)
 KERNEL(general_cross_entropy_forward_dx_rows_bfloat16_512x4_cluster, 512, 2, rows_body<GeneralCrossEntropyForward<bf16, true>, 512, 4, kCluster | kExactWarps>)
 KERNEL(general_cross_entropy_forward_dx_partial_bfloat16_256x4, 256, 4, partial_body<GeneralCrossEntropyForward<bf16, true>, 256, 4, false, false>)
 KERNEL(general_cross_entropy_forward_dx_partial_bfloat16_256x2_unaligned, 256, 4, partial_body<GeneralCrossEntropyForward<bf16, true>, 256, 2, true, false>)

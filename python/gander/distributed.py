@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of, overridden, refuse_label_smoothing
+from ._functions.arguments import code_of, overridden, refuse_loss_options
 from ._table import REDUCTIONS, Reduction
 from ._torch.dtensor import is_dtensor
 from ._torch.refusals import refuse_gradients
 from ._torch.sharded_cross_entropy import chunks, of_slices
 from ._torch.tensors import stands_for_tensor, unusable
+from ._words import number
 
 __all__ = ["cross_entropy"]
 
@@ -90,7 +91,8 @@ def cross_entropy(
         handed: Tensor = overridden(cross_entropy, locals())
         return handed
     code = code_of("reduction", reduction, REDUCTIONS)
-    refuse_label_smoothing(label_smoothing, "of slices")
+    if smoothing := number("label_smoothing", label_smoothing):
+        refuse_loss_options({"label_smoothing": smoothing}, "of slices")
     given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
     for name, value in given.items():
         if is_dtensor(value):

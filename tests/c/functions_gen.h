@@ -452,11 +452,11 @@ static inline int32_t call_layernorm_grad(const arguments* a) {
 
 static const gander_cross_entropy_forward_options bad_cross_entropy_forward = {
     .size = sizeof bad_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
-    = 99};
+    = 99, .scale = 1, .temperature = 1};
 
 static const gander_cross_entropy_forward_options set_cross_entropy_forward = {
     .size = sizeof set_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
-    = 1, .one_pass = 1, .batch_invariant = 1};
+    = 1, .scale = 1, .temperature = 1, .one_pass = 1, .batch_invariant = 1};
 
 static inline int32_t call_cross_entropy_forward(const arguments* a) {
   gander_cross_entropy_forward_options o = GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
@@ -471,11 +471,12 @@ static inline int32_t call_cross_entropy_forward(const arguments* a) {
 }
 
 static const gander_cross_entropy_options bad_cross_entropy = {
-    .size = sizeof bad_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction = 99};
+    .size = sizeof bad_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction = 99,
+    .scale = 1, .temperature = 1};
 
 static const gander_cross_entropy_options set_cross_entropy = {
     .size = sizeof set_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction = 1,
-    .one_pass = 1, .batch_invariant = 1};
+    .scale = 1, .temperature = 1, .one_pass = 1, .batch_invariant = 1};
 
 static inline int32_t call_cross_entropy(const arguments* a) {
   gander_cross_entropy_options o = GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS;
@@ -491,11 +492,11 @@ static inline int32_t call_cross_entropy(const arguments* a) {
 
 static const gander_cross_entropy_backward_options bad_cross_entropy_backward = {
     .size = sizeof bad_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
-    = 99};
+    = 99, .scale = 1, .temperature = 1};
 
 static const gander_cross_entropy_backward_options set_cross_entropy_backward = {
     .size = sizeof set_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction
-    = 1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
+    = 1, .scale = 1, .temperature = 1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
 
 static inline int32_t call_cross_entropy_backward(const arguments* a) {
   gander_cross_entropy_backward_options o = GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS;
@@ -510,11 +511,11 @@ static inline int32_t call_cross_entropy_backward(const arguments* a) {
 
 static const gander_cross_entropy_grad_options bad_cross_entropy_grad = {
     .size = sizeof bad_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction =
-    99};
+    99, .scale = 1, .temperature = 1};
 
 static const gander_cross_entropy_grad_options set_cross_entropy_grad = {
     .size = sizeof set_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .reduction =
-    1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
+    1, .scale = 1, .temperature = 1, .one_pass = 1, .batch_invariant = 1, .slice = 1};
 
 static inline int32_t call_cross_entropy_grad(const arguments* a) {
   gander_cross_entropy_grad_options o = GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;

@@ -19,8 +19,8 @@
   S(gander_qk_norm_rotary_backward_options, 144, GANDER_QK_NORM_ROTARY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_forward_options, 80, GANDER_LAYERNORM_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
-  S(gander_cross_entropy_forward_options, 104, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
-  S(gander_cross_entropy_backward_options, 96, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_cross_entropy_forward_options, 136, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_cross_entropy_backward_options, 128, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_combine_options, 88, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS) \
   S(gander_rescale_gradient_options, 32, GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_forward_options, 24, GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS) \
@@ -43,8 +43,8 @@
   S(gander_qk_norm_rotary_grad_options, 144, GANDER_QK_NORM_ROTARY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_layernorm_options, 96, GANDER_LAYERNORM_OPTIONS_DEFAULTS) \
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
-  S(gander_cross_entropy_options, 104, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
-  S(gander_cross_entropy_grad_options, 96, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_cross_entropy_options, 136, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
+  S(gander_cross_entropy_grad_options, 128, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_options, 88, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_rescale_options, 32, GANDER_RESCALE_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_options, 24, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS) \
@@ -209,6 +209,10 @@
   F(gander_cross_entropy_forward_options, one_pass, 80) \
   F(gander_cross_entropy_forward_options, batch_invariant, 88) \
   F(gander_cross_entropy_forward_options, label_smoothing, 96) \
+  F(gander_cross_entropy_forward_options, z_loss, 104) \
+  F(gander_cross_entropy_forward_options, scale, 112) \
+  F(gander_cross_entropy_forward_options, softcap, 120) \
+  F(gander_cross_entropy_forward_options, temperature, 128) \
   F(gander_cross_entropy_backward_options, size, 0) F(gander_cross_entropy_backward_options, magic, 4) \
   F(gander_cross_entropy_backward_options, allocator, 8) \
   F(gander_cross_entropy_backward_options, weight, 16) \
@@ -221,6 +225,10 @@
   F(gander_cross_entropy_backward_options, batch_invariant, 72) \
   F(gander_cross_entropy_backward_options, slice, 80) \
   F(gander_cross_entropy_backward_options, label_smoothing, 88) \
+  F(gander_cross_entropy_backward_options, z_loss, 96) \
+  F(gander_cross_entropy_backward_options, scale, 104) \
+  F(gander_cross_entropy_backward_options, softcap, 112) \
+  F(gander_cross_entropy_backward_options, temperature, 120) \
   F(gander_sharded_cross_entropy_combine_options, size, 0) F(gander_sharded_cross_entropy_combine_options, magic, 4) \
   F(gander_sharded_cross_entropy_combine_options, allocator, 8) \
   F(gander_sharded_cross_entropy_combine_options, losses, 16) \
@@ -412,6 +420,10 @@
   F(gander_cross_entropy_options, one_pass, 80) \
   F(gander_cross_entropy_options, batch_invariant, 88) \
   F(gander_cross_entropy_options, label_smoothing, 96) \
+  F(gander_cross_entropy_options, z_loss, 104) \
+  F(gander_cross_entropy_options, scale, 112) \
+  F(gander_cross_entropy_options, softcap, 120) \
+  F(gander_cross_entropy_options, temperature, 128) \
   F(gander_cross_entropy_grad_options, size, 0) F(gander_cross_entropy_grad_options, magic, 4) \
   F(gander_cross_entropy_grad_options, allocator, 8) \
   F(gander_cross_entropy_grad_options, weight, 16) \
@@ -424,6 +436,10 @@
   F(gander_cross_entropy_grad_options, batch_invariant, 72) \
   F(gander_cross_entropy_grad_options, slice, 80) \
   F(gander_cross_entropy_grad_options, label_smoothing, 88) \
+  F(gander_cross_entropy_grad_options, z_loss, 96) \
+  F(gander_cross_entropy_grad_options, scale, 104) \
+  F(gander_cross_entropy_grad_options, softcap, 112) \
+  F(gander_cross_entropy_grad_options, temperature, 120) \
   F(gander_sharded_cross_entropy_options, size, 0) F(gander_sharded_cross_entropy_options, magic, 4) \
   F(gander_sharded_cross_entropy_options, allocator, 8) \
   F(gander_sharded_cross_entropy_options, losses, 16) \

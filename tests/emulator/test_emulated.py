@@ -477,9 +477,9 @@ def test_heads(dtype, operator):
 
 @pytest.mark.parametrize("m, n", [(1, 1001), (1, 9000), (9, 8), (40, 1001), (17000, 8)])
 @pytest.mark.parametrize("reduction", [0, 1, 2])  # none, mean, sum
-@pytest.mark.parametrize("label_smoothing", [0, 0.2, 1])
-def test_cross_entropy_reductions(dtype, m, n, reduction, label_smoothing):
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+@pytest.mark.parametrize("more", [{}, {"label_smoothing": 0.2}, {"label_smoothing": 1}, {"softcap": 3}])
+def test_cross_entropy_reductions(dtype, m, n, reduction, more):
+    options = {"reduction": reduction, **more}
     rows = Rows(m, n, dtype)
     inputs = rows.inputs("x target weight", weight="float32")
     target = inputs["target"][1]
@@ -523,11 +523,50 @@ def test_label_smoothing(dtype, vectors, suffix):
             assert (np.isfinite(loss[5:7]) if more else np.isinf(loss[5:7])).all()
 
 
+EACH_OPTION = (
+    {"z_loss": 0.01, "scale": 0.5, "temperature": 0.7},
+    {"softcap": 5.0},
+    {"label_smoothing": 0.1, "z_loss": 0.01, "scale": 2.0, "softcap": 30.0, "temperature": 1.5},
+)
+
+
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
+@pytest.mark.parametrize("more", EACH_OPTION)
+def test_loss_options(dtype, vectors, suffix, more):
+    """Ignored rows, targets out of range, all kinds of infinities, several classes with the maximum."""
+    rows = Rows(10, length(vectors, dtype, suffix), dtype)
+    x, last = rows.values(rows.m, rows.n).copy(), rows.n - 1
+    target = 1 + np.arange(rows.m) * 31 % last
+    target[1], target[3], target[4] = 0, -100, rows.n
+    x[5, :last] = -np.inf
+    x[6, target[6]] = np.inf
+    x[7] = -np.inf
+    x[8] = 40
+    x[8, target[8]] = 90  # nearly certain
+    x[9, [0, last // 2, last]] = 8
+    weight = np.abs(rows.values(rows.n)) + 0.5
+    weight[0] = 0
+    inputs, options = {"x": (dtype, x), "target": ("int64", target)}, {"layout": LAYOUTS[suffix], **more}
+    for extra in {}, {"weight": ("float32", weight)}:
+        made = check("cross_entropy_forward", inputs | extra, rows.outputs("loss lse"), **options)
+        check("cross_entropy_forward", inputs | extra, rows.outputs("loss dx"), **options)
+        saved = {"lse": ("float32", made["lse"])} | rows.inputs("dloss")
+        check("cross_entropy_backward", inputs | extra | saved, rows.outputs("dx"), **options)
+        loss = made["loss"]
+        assert loss[3] == 0 and np.isnan(loss[4]) and np.isfinite(loss[[0, 2, 8, 9]]).all()
+        assert (loss[1] == 0) == (bool(extra) and not ("z_loss" in more or "label_smoothing" in more))
+        capped = "softcap" in more
+        assert np.isfinite(loss[[6, 7]]).all() if capped else np.isnan(loss[[6, 7]]).all()
+
+
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("vectors", (33, 180, 256, 600, 2600))  # kernels that keep exponentials, and others
-def test_one_pass(rows, reduction):
+@pytest.mark.parametrize("more", [{}, *EACH_OPTION[::2]])
+def test_one_pass(rows, reduction, more):
     """Backward keeps forward's gradient. For another upstream gradient it computes what forward would."""
-    inputs, options = rows.inputs("x target weight"), dict(reduction=reduction, one_pass=1)
+    names = "x target" if "z_loss" in more else "x target weight"
+    inputs, options = rows.inputs(names), dict(reduction=reduction, one_pass=1, **more)
     x, target = inputs["x"][1].copy(), inputs["target"][1]
     x[0, target[0]] = 20  # of this row backward needs digits that the sum of all exponentials does not have
     inputs["x"] = rows.dtype, x

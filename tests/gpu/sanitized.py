@@ -161,13 +161,20 @@ def calls(dtype, m, n, offset):
             count += call(backward, **weighted, **both, dloss=dmean, **ONE_PASS)
     count += call(forward, **rows, divisor=half, upstream=half, loss=loss, lse=parts, dx=dx)
     count += call(backward, **rows, dloss=half, lse=parts, divisor=half, dx=dx)
-    smooth = dict(label_smoothing=0.1)
-    for operands in rows, weighted:
-        count += call(forward, **operands, loss=loss, lse=parts, **smooth)
-        count += call(forward, **operands, loss=loss, lse=parts, dx=dx, **smooth)
-        count += call(backward, **operands, dloss=dloss, lse=parts, dx=dx, **smooth)
+    smooth, capped = dict(label_smoothing=0.1), dict(softcap=20.0, scale=0.5, z_loss=0.1)
+    for operands, options_of_loss in (rows, capped), (rows, smooth), (weighted, smooth):
+        count += call(forward, **operands, loss=loss, lse=parts, **options_of_loss)
+        count += call(forward, **operands, loss=loss, lse=parts, dx=dx, **options_of_loss)
+        count += call(backward, **operands, dloss=dloss, lse=parts, dx=dx, **options_of_loss)
         count += call(
-            forward, **operands, denominator=denominator, loss=mean, lse=parts, dx=dx, **smooth, **ONE_PASS
+            forward,
+            **operands,
+            denominator=denominator,
+            loss=mean,
+            lse=parts,
+            dx=dx,
+            **options_of_loss,
+            **ONE_PASS,
         )
     count += call("l2norm_forward", x=x, y=y, rnorm=rstd)
     count += call("l2norm_backward", x=x, dy=dy, rnorm=rstd, dx=dx)

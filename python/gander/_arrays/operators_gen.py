@@ -135,47 +135,47 @@ def layernorm_bwd(x: Any, weight: Any, dout: Any, dresidual_out: Any, mean: Any,
     return call("layernorm_bwd", locals())
 
 
-def cross_entropy(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
+def cross_entropy(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse."""
     return call("cross_entropy", locals())
 
 
-def cross_entropy_fwd(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
+def cross_entropy_fwd(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse, dx."""
     return call("cross_entropy_fwd", locals())
 
 
-def cross_entropy_fwd_dx_(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_dx_(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse."""
     return call("cross_entropy_fwd_dx_", locals())
 
 
-def cross_entropy_fwd_out(x: Any, target: Any, weight: Any, loss: Any, lse: Any = None, dx: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_out(x: Any, target: Any, weight: Any, loss: Any, lse: Any = None, dx: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns nothing."""
     return call("cross_entropy_fwd_out", locals())
 
 
-def cross_entropy_fwd_one_pass(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_one_pass(x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse, dx."""
     return call("cross_entropy_fwd_one_pass", locals())
 
 
-def cross_entropy_bwd(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+def cross_entropy_bwd(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_cross_entropy_backward: returns dx."""
     return call("cross_entropy_bwd", locals())
 
 
-def cross_entropy_bwd_(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+def cross_entropy_bwd_(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
     return call("cross_entropy_bwd_", locals())
 
 
-def cross_entropy_bwd_out(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, dx: Any, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_bwd_out(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, dx: Any, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
     return call("cross_entropy_bwd_out", locals())
 
 
-def cross_entropy_bwd_one_pass(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any, upstream: Any, dx: Any, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_bwd_one_pass(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any, upstream: Any, dx: Any, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
     return call("cross_entropy_bwd_one_pass", locals())
 

@@ -63,11 +63,33 @@ def check_targets(ops: Any, classes: Any, target: Any, ignore_index: int) -> Non
         ops.check_targets(shape[-1], target, ignore_index)
 
 
-def refuse_label_smoothing(value: Any, where: str) -> None:
-    """Refuses label smoothing where there is none yet."""
-    if number("label_smoothing", value):
+# The defaults of a loss's options. Functions compare with `is`: most calls have no options.
+ZERO, ONE = 0.0, 1.0
+
+
+def loss_options(
+    label_smoothing: Any, z_loss: Any, scale: Any, softcap: Any, temperature: Any
+) -> dict[str, float]:
+    """The options of a row's loss that are not the operators' defaults."""
+    if softcap is not None and not number("softcap", softcap, "None or "):
+        raise ValueError(f"softcap is {shown(softcap)}, expected more than 0, or None")
+    options = {
+        "label_smoothing": number("label_smoothing", label_smoothing),
+        "z_loss": number("z_loss", z_loss),
+        "scale": number("scale", scale),
+        "softcap": 0.0 if softcap is None else number("softcap", softcap),
+        "temperature": number("temperature", temperature),
+    }
+    neutral = {"scale": 1.0, "temperature": 1.0}
+    return {name: value for name, value in options.items() if value != neutral.get(name, 0.0)}
+
+
+def refuse_loss_options(options: dict[str, float], where: str) -> None:
+    """Refuses options of a loss where there are none yet."""
+    for name, value in options.items():
+        neutral = {"scale": 1, "softcap": None, "temperature": 1}.get(name, 0)
         raise NotImplementedError(
-            f"label_smoothing is {shown(value)}, expected 0: it is not supported {where}; leave it out, or "
+            f"{name} is {shown(value)}, expected {neutral}: it is not supported {where}; leave it out, or "
             "use cross_entropy"
         )
 

@@ -7,15 +7,18 @@ from typing import Any, Literal, overload
 from .. import _debug
 from .._backend import BACKENDS, backend_of
 from .._table import MEAN, NONE, REDUCTIONS, Reduction
-from .._words import check_flags, integer, number
+from .._words import check_flags, integer
 from .arguments import (
     FAILURES,
+    ONE,
+    ZERO,
     A,
     Array,
     check_targets,
     code_of,
+    loss_options,
     overridden,
-    refuse_label_smoothing,
+    refuse_loss_options,
 )
 
 _MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
@@ -44,7 +47,11 @@ def cross_entropy(
     batch_invariant: bool = False,
     divisor: float | Array | None = None,
     upstream: float | Array | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = ZERO,
+    z_loss: float = ZERO,
+    scale: float = ONE,
+    softcap: float | None = None,
+    temperature: float = ONE,
 ) -> A:
     """Cross-entropy of logits and class indices, differentiable in x.
 
@@ -54,6 +61,8 @@ def cross_entropy(
 
     With e = label_smoothing the loss of a row is (1 - e) * weight[t] * (lse - x[t]) + e / N * sum(weight *
     (lse - x)). Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016.
+    z_loss: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022. softcap: Gemma Team,
+    "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
 
     Args:
         x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
@@ -94,6 +103,14 @@ def cross_entropy(
         label_smoothing: The share of a row's loss that all classes have alike, 0 to 1, as in torch. A row
             whose target has weight 0 then counts. A logit of -inf makes the loss +inf, unless its class has
             weight 0 (where torch's is NaN). Not with lse_partial.
+        z_loss: The factor of lse^2 that is added to the loss of a row that is not ignored, at least 0. A row
+            whose target has weight 0 then counts. The mean is over rows, so it takes no weight. Not with
+            lse_partial.
+        scale: x is first mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap
+            to z = scale * x / temperature. All of this is then of z, but dx is the gradient of x. More than
+            0. Not with lse_partial.
+        softcap: See scale. More than 0, or None.
+        temperature: See scale. More than 0.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
@@ -116,8 +133,9 @@ def cross_entropy(
         check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
     if one_pass is not None:
         check_flags(one_pass=one_pass)
-    if type(label_smoothing) is not float:
-        label_smoothing = number("label_smoothing", label_smoothing)
+    options: dict[str, Any] = {}
+    if not (label_smoothing is z_loss is ZERO and scale is temperature is ONE and softcap is None):
+        options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy, locals())
@@ -129,7 +147,7 @@ def cross_entropy(
         if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         if lse_partial is not None:
-            refuse_label_smoothing(label_smoothing, "with lse_partial")
+            refuse_loss_options(options, "with lse_partial")
             loss = ops.with_lse_partial(x, target, lse_partial, weight, ignore_index, code, inplace_backward)
             return loss if divisor is None else loss / divisor
         return ops.cross_entropy(
@@ -140,10 +158,10 @@ def cross_entropy(
             upstream,
             ignore_index=ignore_index,
             reduction=code,
-            label_smoothing=label_smoothing,
             batch_invariant=batch_invariant,
             inplace_backward=inplace_backward,
             one_pass=one_pass,
+            **options,
         )[0]
     except FAILURES as error:
         given = {"x": x, "target": target, "weight": weight, "lse_partial": lse_partial}
@@ -164,6 +182,10 @@ def cross_entropy_fwd(
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
     label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
 ) -> A: ...
 @overload
 def cross_entropy_fwd(
@@ -179,6 +201,10 @@ def cross_entropy_fwd(
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
     label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -194,6 +220,10 @@ def cross_entropy_fwd(
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
     label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
 ) -> tuple[A, A]: ...
 @overload
 def cross_entropy_fwd(
@@ -209,6 +239,10 @@ def cross_entropy_fwd(
     batch_invariant: bool = ...,
     divisor: float | Array | None = ...,
     label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
 ) -> tuple[A, A, A]: ...
 def cross_entropy_fwd(
     x: A,
@@ -222,7 +256,11 @@ def cross_entropy_fwd(
     *,
     batch_invariant: bool = False,
     divisor: float | Array | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = ZERO,
+    z_loss: float = ZERO,
+    scale: float = ONE,
+    softcap: float | None = None,
+    temperature: float = ONE,
 ) -> A | tuple[A, ...]:
     """The loss of each row, without a gradient.
 
@@ -241,6 +279,10 @@ def cross_entropy_fwd(
         batch_invariant: As in softmax.
         divisor: As in cross_entropy, for the loss of each row and for dx.
         label_smoothing: As in cross_entropy. Not with target_logit.
+        z_loss: As in cross_entropy, likewise.
+        scale: As in cross_entropy, likewise. lse is that of z.
+        softcap: As in cross_entropy, likewise.
+        temperature: As in cross_entropy, likewise.
 
     Returns:
         loss, (loss, lse), (loss, dx) or (loss, lse, dx). loss and lse: float32 (float64 for float64) of shape
@@ -259,8 +301,9 @@ def cross_entropy_fwd(
         check_flags(return_lse=return_lse, return_dx=return_dx)
     if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
         check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
-    if type(label_smoothing) is not float:
-        label_smoothing = number("label_smoothing", label_smoothing)
+    options: dict[str, Any] = {}
+    if not (label_smoothing is z_loss is ZERO and scale is temperature is ONE and softcap is None):
+        options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy_fwd, locals())
@@ -273,7 +316,7 @@ def cross_entropy_fwd(
                     "return_dx is set with target_logit, expected one of them; cross_entropy_bwd takes the "
                     "lse"
                 )
-            refuse_label_smoothing(label_smoothing, "with target_logit")
+            refuse_loss_options(options, "with target_logit")
             loss, lse = ops.with_target_logit(
                 ops.detached(x), target, ops.detached(target_logit), ops.detached(weight), ignore_index
             )
@@ -290,8 +333,8 @@ def cross_entropy_fwd(
                 given,
                 divisor,
                 ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
                 batch_invariant=batch_invariant,
+                **options,
             )
             dx = x
         else:
@@ -301,10 +344,10 @@ def cross_entropy_fwd(
                 given,
                 divisor,
                 ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
                 batch_invariant=batch_invariant,
                 needs_lse=return_lse,
                 needs_dx=return_dx,
+                **options,
             )
     except FAILURES as error:
         given = {"x": x, "target": target, "weight": weight, "target_logit": target_logit}
@@ -322,7 +365,11 @@ def cross_entropy_bwd(
     ignore_index: int = -100,
     inplace_backward: bool = False,
     *,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = ZERO,
+    z_loss: float = ZERO,
+    scale: float = ONE,
+    softcap: float | None = None,
+    temperature: float = ONE,
 ) -> A:
     """The gradient of the rows' losses: dx = dloss * weight[t] * (softmax(x) - 1[t]).
 
@@ -342,6 +389,10 @@ def cross_entropy_bwd(
         ignore_index: As in cross_entropy.
         inplace_backward: Write dx over x, and return x itself.
         label_smoothing: As in the forward call.
+        z_loss: As in the forward call.
+        scale: As in the forward call.
+        softcap: As in the forward call.
+        temperature: As in the forward call.
 
     Returns:
         dx, with x's shape and dtype.
@@ -359,19 +410,16 @@ def cross_entropy_bwd(
         ignore_index = integer("ignore_index", ignore_index)
     if type(inplace_backward) is not bool:
         check_flags(inplace_backward=inplace_backward)
-    if type(label_smoothing) is not float:
-        label_smoothing = number("label_smoothing", label_smoothing)
+    options: dict[str, Any] = {}
+    if not (label_smoothing is z_loss is ZERO and scale is temperature is ONE and softcap is None):
+        options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     ops = BACKENDS.get(type(x)) or backend_of(x)
     if ops is None:
         return overridden(cross_entropy_bwd, locals())
     try:
         if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
-        options: Any = {
-            "ignore_index": ignore_index,
-            "reduction": NONE,
-            "label_smoothing": label_smoothing,
-        }
+        options |= {"ignore_index": ignore_index, "reduction": NONE}
         if inplace_backward:
             ops.cross_entropy_bwd_(ops.detached(x), target, weight, dloss, lse, **options)
             return x

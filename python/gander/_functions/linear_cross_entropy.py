@@ -8,7 +8,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
-from .arguments import FAILURES, check_targets, code_of, overridden, refuse_label_smoothing
+from .arguments import FAILURES, check_targets, code_of, loss_options, overridden
 from .cross_entropy import check_sum
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ def linear_cross_entropy(
     chunk: int | None = None,
     *,
     accumulate: Literal["float32"] | None = None,
-    label_smoothing: float = 0,  # see gander.distributed.cross_entropy
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Torch tensors only.
 
@@ -65,7 +69,11 @@ def linear_cross_entropy(
             less memory, and more time to add up the gradient of weight.
         accumulate: "float32" adds up the gradient of weight over the chunks in float32, in a tensor of its
             own. By default each sum is rounded to weight's dtype.
-        label_smoothing: 0, the only value that is supported.
+        label_smoothing: As in cross_entropy.
+        z_loss: As in cross_entropy.
+        scale: As in cross_entropy.
+        softcap: As in cross_entropy.
+        temperature: As in cross_entropy.
 
     Returns:
         The loss, as cross_entropy returns it.
@@ -91,7 +99,7 @@ def linear_cross_entropy(
     code = code_of("reduction", reduction, REDUCTIONS)
     check_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
-    refuse_label_smoothing(label_smoothing, "of a linear layer's result")
+    options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     try:
@@ -109,6 +117,7 @@ def linear_cross_entropy(
             upstream,
             chunk,
             accumulate is not None,
+            options,
         )
     except FAILURES as error:
         given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}

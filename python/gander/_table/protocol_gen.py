@@ -107,39 +107,39 @@ class Operators(Protocol):
         """gander_layernorm_backward: returns dx, dresidual, dw, db."""
         ...
 
-    def cross_entropy(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
+    def cross_entropy(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
         """gander_cross_entropy_forward: returns loss, lse."""
         ...
 
-    def cross_entropy_fwd(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
+    def cross_entropy_fwd(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
         """gander_cross_entropy_forward: returns loss, lse, dx."""
         ...
 
-    def cross_entropy_fwd_dx_(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+    def cross_entropy_fwd_dx_(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
         """gander_cross_entropy_forward: returns loss, lse."""
         ...
 
-    def cross_entropy_fwd_out(self, x: Any, target: Any, weight: Any, loss: Any, lse: Any = None, dx: Any = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+    def cross_entropy_fwd_out(self, x: Any, target: Any, weight: Any, loss: Any, lse: Any = None, dx: Any = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
         """gander_cross_entropy_forward: returns nothing."""
         ...
 
-    def cross_entropy_fwd_one_pass(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+    def cross_entropy_fwd_one_pass(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, upstream: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
         """gander_cross_entropy_forward: returns loss, lse, dx."""
         ...
 
-    def cross_entropy_bwd(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+    def cross_entropy_bwd(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
         """gander_cross_entropy_backward: returns dx."""
         ...
 
-    def cross_entropy_bwd_(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+    def cross_entropy_bwd_(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
         """gander_cross_entropy_backward: returns nothing."""
         ...
 
-    def cross_entropy_bwd_out(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, dx: Any, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+    def cross_entropy_bwd_out(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, dx: Any, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
         """gander_cross_entropy_backward: returns nothing."""
         ...
 
-    def cross_entropy_bwd_one_pass(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any, upstream: Any, dx: Any, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+    def cross_entropy_bwd_one_pass(self, x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any, upstream: Any, dx: Any, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
         """gander_cross_entropy_backward: returns nothing."""
         ...
 

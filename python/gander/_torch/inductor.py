@@ -35,7 +35,21 @@ def _minus_one(log):
     return torch.where(log > -0.25, log * series, log.exp() - 1)
 
 
-def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing=0.0):
+def formula(
+    x,
+    target,
+    weight,
+    dloss,
+    lse,
+    divisor,
+    ignore_index,
+    reduction,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    scale=1.0,
+    softcap=0.0,
+    temperature=1.0,
+):
     """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy returns: the rows'
     maxima, the logarithms of their sums, and the denominator of the mean.
     """
@@ -50,20 +64,29 @@ def formula(x, target, weight, dloss, lse, divisor, ignore_index, reduction, lab
     if divisor is not None:
         gradient = gradient / divisor
     ignored, others = target == ignore_index, gradient * (label_smoothing / classes)
+    of_lse = gradient * (2 * z_loss)
     if weight is not None:
         weight = weight.to(lse.dtype)
         own = weight[target.clamp(0, classes - 1)]
         gradient = gradient * own
-        if not label_smoothing:
+        if not label_smoothing and not z_loss:
             ignored = ignored | (own == 0)
     gradient = torch.where((target < 0) | (target >= classes), math.nan, gradient)
-    log = (x.to(lse.dtype) - high) - log_sum
+    z, slope = x.to(lse.dtype), scale / temperature
+    if softcap:
+        capped = torch.tanh(z * (scale / softcap))
+        z, slope = capped * (softcap / temperature), (1 - capped) * (1 + capped) * slope
+    elif slope != 1:
+        z = z * slope
+    log = (z - high) - log_sum
     at_target = torch.arange(classes, device=x.device) == target
     dx = gradient * torch.where(at_target, _minus_one(log), log.exp())
     if label_smoothing:
         weight, whole = (1, classes) if weight is None else (weight, weight.sum())
         dx = dx * (1 - label_smoothing) + others * (log.exp() * whole - weight)
-    return torch.where(ignored, 0, dx).to(x.dtype)
+    if z_loss:
+        dx = dx + of_lse * (high + log_sum) * log.exp()
+    return torch.where(ignored, 0, dx * slope).to(x.dtype)
 
 
 FUSED_ON = ("cuda",)  # measured there; on the CPU a compiled call keeps the bits of an eager one

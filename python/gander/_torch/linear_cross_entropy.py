@@ -78,8 +78,12 @@ def _new(like, need):
     return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
+# The options of a row's loss, and their defaults.
+_OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
+
+
 def _compute(
-    x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *needs
+    x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more
 ):
     """The loss and the gradients dx, dw and db. Those that are not needed have no elements.
 
@@ -87,7 +91,9 @@ def _compute(
     element, or with reduction none one for each row.
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
-        rows, (needs_dx, needs_dw, needs_db) = x.shape[0], needs
+        options = dict(zip(_OPTIONS, more, strict=False))
+        rows, needs = x.shape[0], more[len(_OPTIONS) :]
+        needs_dx, needs_dw, needs_db = needs
         if reduction == MEAN:
             divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, statistic(x.dtype))
         dx = _new(x, needs_dx)
@@ -102,7 +108,7 @@ def _compute(
                 torch.mm(x[part], weight.t(), out=logits)
             else:
                 torch.addmm(bias, x[part], weight.t(), out=logits)
-            given = {"target": labels, "weight": weight_ce, "ignore_index": ignore_index}
+            given = {"target": labels, "weight": weight_ce, "ignore_index": ignore_index, **options}
             if not any(needs):
                 loss, _ = operators_gen.cross_entropy(logits, **given, divisor=divisor, reduction=NONE)
             elif reduction == NONE:
@@ -133,12 +139,10 @@ def _compute(
         )
 
 
-def _fake(
-    x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *needs
-):
+def _fake(x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more):
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
     bias = x if bias is None else bias
-    return loss, *map(_new, (x, weight, bias), needs)
+    return loss, *map(_new, (x, weight, bias), more[len(_OPTIONS) :])
 
 
 # ---- Its gradient ----
@@ -198,6 +202,7 @@ def _only(gradients, needs, inputs, dloss):
 _run = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? weight_ce, "
     "Tensor? divisor, Tensor? upstream, SymInt ignore_index, SymInt reduction, SymInt chunk, bool wide, "
+    f"{''.join(f'float {name}, ' for name in _OPTIONS)}"
     "bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
     _compute,
     _fake,
@@ -268,7 +273,9 @@ def _eager_gradients(ctx, dloss):
     return _only([gradient.data for gradient in made], needs, inputs, dloss)
 
 
-_apply = apply_with("linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4)
+_apply = apply_with(
+    "linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4 + len(_OPTIONS)
+)
 
 
 # ---- Calls ----
@@ -329,7 +336,7 @@ def _check_dtypes(x, weight, bias, weight_ce):
 
 
 def linear_cross_entropy(
-    x, weight, target, bias, weight_ce, ignore_index, reduction, divisor, upstream, chunk, wide
+    x, weight, target, bias, weight_ce, ignore_index, reduction, divisor, upstream, chunk, wide, more
 ) -> Tensor:
     """gander.linear_cross_entropy, which has its documentation."""
     _check(x, weight, target, bias, weight_ce)
@@ -353,12 +360,17 @@ def linear_cross_entropy(
         upstream = _expected(upstream, x)
     if chunk is None:
         chunk = max(1, -(-rows.shape[0] // _PARTS))
-    options = ignore_index, reduction, chunk, wide
+    if reduction == MEAN and weight_ce is not None and "z_loss" in more:
+        raise NotImplementedError(
+            f"z_loss is {more['z_loss']} with weight_ce and reduction 'mean', expected 0: the mean of "
+            "losses is over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
+        )
+    options = ignore_index, reduction, chunk, wide, *(_OPTIONS | more).values()
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
-        options = {"ignore_index": ignore_index, "reduction": reduction, "one_pass": False}
-        loss, _ = operators_gen.cross_entropy(logits, labels, weight_ce, divisor, **options)
+        given = {"ignore_index": ignore_index, "reduction": reduction, "one_pass": False, **more}
+        loss, _ = operators_gen.cross_entropy(logits, labels, weight_ce, divisor, **given)
     elif torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
         loss = _apply(rows, weight, labels, bias, weight_ce, divisor, upstream, *options)
     else:

@@ -135,49 +135,49 @@ def layernorm_bwd(x: Tensor, weight: Tensor | None, dout: Tensor, dresidual_out:
     return overloads["layernorm_bwd"](x, weight, dout, dresidual_out, mean, rstd, x_dtype, residual_dtype, bias_dtype, batch_invariant, needs_dresidual, needs_dw, needs_db)
 
 
-def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
+def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, one_pass: bool | None = None, needs_lse: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse."""
-    return overloads["cross_entropy"](x, target, weight, divisor, upstream, ignore_index, reduction, label_smoothing, batch_invariant, inplace_backward, one_pass, needs_lse)
+    return overloads["cross_entropy"](x, target, weight, divisor, upstream, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant, inplace_backward, one_pass, needs_lse)
 
 
-def cross_entropy_fwd(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
+def cross_entropy_fwd(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, needs_lse: bool = False, needs_dx: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse, dx."""
-    return overloads["cross_entropy_fwd"](x, target, weight, divisor, upstream, ignore_index, label_smoothing, batch_invariant, needs_lse, needs_dx)
+    return overloads["cross_entropy_fwd"](x, target, weight, divisor, upstream, ignore_index, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant, needs_lse, needs_dx)
 
 
-def cross_entropy_fwd_dx_(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_dx_(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse."""
-    return overloads["cross_entropy_fwd_dx_"](x, target, weight, divisor, upstream, ignore_index, label_smoothing, batch_invariant)
+    return overloads["cross_entropy_fwd_dx_"](x, target, weight, divisor, upstream, ignore_index, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
-def cross_entropy_fwd_out(x: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, lse: Tensor | None = None, dx: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_out(x: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, lse: Tensor | None = None, dx: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns nothing."""
-    return overloads["cross_entropy_fwd_out"](x, target, weight, loss, lse, dx, ignore_index, label_smoothing, batch_invariant)
+    return overloads["cross_entropy_fwd_out"](x, target, weight, loss, lse, dx, ignore_index, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
-def cross_entropy_fwd_one_pass(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_fwd_one_pass(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, upstream: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_forward: returns loss, lse, dx."""
-    return overloads["cross_entropy_fwd_one_pass"](x, target, weight, divisor, upstream, ignore_index, reduction, label_smoothing, batch_invariant)
+    return overloads["cross_entropy_fwd_one_pass"](x, target, weight, divisor, upstream, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
-def cross_entropy_bwd(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+def cross_entropy_bwd(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_cross_entropy_backward: returns dx."""
-    return overloads["cross_entropy_bwd"](x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing, batch_invariant, slice)
+    return overloads["cross_entropy_bwd"](x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant, slice)
 
 
-def cross_entropy_bwd_(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False, slice: bool = False) -> Any:
+def cross_entropy_bwd_(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None = None, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
-    return overloads["cross_entropy_bwd_"](x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing, batch_invariant, slice)
+    return overloads["cross_entropy_bwd_"](x, target, weight, dloss, lse, divisor, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant, slice)
 
 
-def cross_entropy_bwd_out(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, dx: Tensor, ignore_index: int = -100, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_bwd_out(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, dx: Tensor, ignore_index: int = -100, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
-    return overloads["cross_entropy_bwd_out"](x, target, weight, dloss, lse, dx, ignore_index, label_smoothing, batch_invariant)
+    return overloads["cross_entropy_bwd_out"](x, target, weight, dloss, lse, dx, ignore_index, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
-def cross_entropy_bwd_one_pass(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None, upstream: Tensor | None, dx: Tensor, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, batch_invariant: bool = False) -> Any:
+def cross_entropy_bwd_one_pass(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, lse: Tensor, divisor: Tensor | None, upstream: Tensor | None, dx: Tensor, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
-    return overloads["cross_entropy_bwd_one_pass"](x, target, weight, dloss, lse, divisor, upstream, dx, ignore_index, reduction, label_smoothing, batch_invariant)
+    return overloads["cross_entropy_bwd_one_pass"](x, target, weight, dloss, lse, divisor, upstream, dx, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
 def sharded_cross_entropy_combine(parts: Tensor, target: Tensor, max: Tensor, log_sum: Tensor, losses: Tensor | None = None, loss: Tensor | None = None, weights: Tensor | None = None, denominator: Tensor | None = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._functions.arguments import FAILURES
+from .._functions.arguments import FAILURES, loss_options
 from .._functions.cross_entropy import cross_entropy
 from .._functions.linear_cross_entropy import check_chunks, linear_cross_entropy
 from .._table import REDUCTIONS
@@ -35,6 +35,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduce: torch's deprecated option.
         reduction: "mean", "sum" or "none".
         label_smoothing: As in gander.cross_entropy.
+        z_loss: As there.
+        scale: As there.
+        softcap: As there.
+        temperature: As there.
         remember: Without upstream, the gradient of the loss that backward brought last is expected again: a
             GradScaler's scale, a fourth for four accumulation steps. After two that changed in a row the
             gradient is made in backward, until one stays. What is infinite or NaN is not remembered. The last
@@ -53,6 +57,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     remember = False
+    z_loss, scale, softcap, temperature = 0.0, 1.0, None, 1.0  # of modules that were pickled without them
 
     def __init__(
         self,
@@ -63,6 +68,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         *,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
         remember: bool = False,
     ) -> None:
         check_weight(weight)
@@ -73,7 +82,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 check_flags(**{name: value})
         if not 0 <= number("label_smoothing", label_smoothing) <= 1:
             raise ValueError(f"label_smoothing is {shown(label_smoothing)}, expected 0 to 1")
+        loss_options(label_smoothing, z_loss, scale, softcap, temperature)
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.z_loss, self.scale, self.softcap, self.temperature = z_loss, scale, softcap, temperature
         self.remember = remember
         self._memories: dict[torch.device, Tensor] = {}
 
@@ -105,7 +116,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                 ignore_index=self.ignore_index,
                 reduction=self.reduction,  # type: ignore[arg-type]
                 divisor=divisor,
-                label_smoothing=self.label_smoothing,
+                **self._options(),
                 one_pass=None if memory is None else True,
                 upstream=upstream if memory is None else expected_gradient.expected(memory),
             )
@@ -122,13 +133,21 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             "weight": self.weight,
             "ignore_index": self.ignore_index,
             "reduction": self.reduction,
-            "label_smoothing": self.label_smoothing,
-        }
-        if divisor is None and upstream is None:
+            **self._options(),
+        }  # torch's four, and others
+        if divisor is None and upstream is None and len(options) == 4:
             return functional.cross_entropy(input, target, **options)
         # The classes are dimension 0 of (C), and dimension 1 of any other rank.
         rows = input.movedim(1 - 1 // input.ndim, -1)
         return cross_entropy(rows, target, divisor=divisor, upstream=upstream, **options)
+
+    def _options(self) -> Any:
+        """The options of a row's loss, without those that are neutral but for torch's."""
+        options: Any = {"label_smoothing": self.label_smoothing}
+        for name, neutral in ("z_loss", 0.0), ("scale", 1.0), ("softcap", None), ("temperature", 1.0):
+            if (value := getattr(self, name)) != neutral:
+                options[name] = value
+        return options
 
     def _memory_for(self, x: Tensor) -> Tensor | None:
         """The last upstream gradients, if the gradient of x will be made for one of them."""
@@ -148,7 +167,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return self.__dict__ | {"_memories": {}}
 
     def extra_repr(self) -> str:
-        return "remember=True" if self.remember else ""
+        options = {k: v for k, v in self._options().items() if v}
+        if self.remember:
+            options["remember"] = True
+        return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 class LinearCrossEntropy(nn.Linear):
@@ -169,6 +191,11 @@ class LinearCrossEntropy(nn.Linear):
         reduction: As there.
         chunk: As there.
         accumulate: As there.
+        label_smoothing: As there.
+        z_loss: As there.
+        scale: As there.
+        softcap: As there.
+        temperature: As there.
 
     Raises:
         TypeError, ValueError: An argument that is not supported; in forward also as
@@ -195,6 +222,11 @@ class LinearCrossEntropy(nn.Linear):
         reduction: str = "mean",
         chunk: int | None = None,
         accumulate: str | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
@@ -203,9 +235,12 @@ class LinearCrossEntropy(nn.Linear):
         check_weight(weight_ce, "weight_ce")
         check_loss(reduction, ignore_index)
         check_chunks(chunk, accumulate)
+        loss_options(label_smoothing, z_loss, scale, softcap, temperature)
         self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.chunk, self.accumulate = chunk, accumulate
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.scale, self.softcap, self.temperature = scale, softcap, temperature
 
     def forward(  # type: ignore[override]
         self,
@@ -227,6 +262,11 @@ class LinearCrossEntropy(nn.Linear):
                 upstream,
                 self.chunk,
                 accumulate=self.accumulate,  # type: ignore[arg-type]
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                scale=self.scale,
+                softcap=self.softcap,
+                temperature=self.temperature,
             )
         except FAILURES as error:
             raise explained(error, NAMES, input=input) from None

@@ -478,8 +478,12 @@ static int32_t call_cross_entropy(Call* call, const Operand* o, const Value* a) 
       .ignore_index = (int64_t)a[5],
       .reduction = (int64_t)a[6],
       .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
       .one_pass = 0,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[12] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -500,8 +504,12 @@ static int32_t call_cross_entropy_fwd(Call* call, const Operand* o, const Value*
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .label_smoothing = as_double(a[6]),
+      .z_loss = as_double(a[7]),
+      .scale = as_double(a[8]),
+      .softcap = as_double(a[9]),
+      .temperature = as_double(a[10]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[11] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -522,8 +530,12 @@ static int32_t call_cross_entropy_fwd_dx_(Call* call, const Operand* o, const Va
       .ignore_index = (int64_t)a[5],
       .reduction = 0,
       .label_smoothing = as_double(a[6]),
+      .z_loss = as_double(a[7]),
+      .scale = as_double(a[8]),
+      .softcap = as_double(a[9]),
+      .temperature = as_double(a[10]),
       .one_pass = 0,
-      .batch_invariant = (a[7] & 1) != 0,
+      .batch_invariant = (a[11] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -544,8 +556,12 @@ static int32_t call_cross_entropy_fwd_out(Call* call, const Operand* o, const Va
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
       .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
       .one_pass = 0,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[12] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -566,8 +582,12 @@ static int32_t call_cross_entropy_fwd_one_pass(Call* call, const Operand* o, con
       .ignore_index = (int64_t)a[5],
       .reduction = (int64_t)a[6],
       .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
       .one_pass = 1,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[12] & 1) != 0,
   };
   return lib.gander_cross_entropy_forward(
       optional(&o[0]), optional(&o[1]), optional(&o[5]), &options, call->stream);
@@ -586,9 +606,13 @@ static int32_t call_cross_entropy_bwd(Call* call, const Operand* o, const Value*
       .ignore_index = (int64_t)a[6],
       .reduction = (int64_t)a[7],
       .label_smoothing = as_double(a[8]),
+      .z_loss = as_double(a[9]),
+      .scale = as_double(a[10]),
+      .softcap = as_double(a[11]),
+      .temperature = as_double(a[12]),
       .one_pass = 0,
-      .batch_invariant = (a[9] & 1) != 0,
-      .slice = (a[10] & 1) != 0,
+      .batch_invariant = (a[13] & 1) != 0,
+      .slice = (a[14] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
@@ -608,9 +632,13 @@ static int32_t call_cross_entropy_bwd_(Call* call, const Operand* o, const Value
       .ignore_index = (int64_t)a[6],
       .reduction = (int64_t)a[7],
       .label_smoothing = as_double(a[8]),
+      .z_loss = as_double(a[9]),
+      .scale = as_double(a[10]),
+      .softcap = as_double(a[11]),
+      .temperature = as_double(a[12]),
       .one_pass = 0,
-      .batch_invariant = (a[9] & 1) != 0,
-      .slice = (a[10] & 1) != 0,
+      .batch_invariant = (a[13] & 1) != 0,
+      .slice = (a[14] & 1) != 0,
   };
   return lib.gander_cross_entropy_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[8]), &options,
@@ -630,8 +658,12 @@ static int32_t call_cross_entropy_bwd_out(Call* call, const Operand* o, const Va
       .ignore_index = (int64_t)a[6],
       .reduction = 0,
       .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
       .one_pass = 0,
-      .batch_invariant = (a[8] & 1) != 0,
+      .batch_invariant = (a[12] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
@@ -652,8 +684,12 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       .ignore_index = (int64_t)a[8],
       .reduction = (int64_t)a[9],
       .label_smoothing = as_double(a[10]),
+      .z_loss = as_double(a[11]),
+      .scale = as_double(a[12]),
+      .softcap = as_double(a[13]),
+      .temperature = as_double(a[14]),
       .one_pass = 1,
-      .batch_invariant = (a[11] & 1) != 0,
+      .batch_invariant = (a[15] & 1) != 0,
       .slice = 0,
   };
   return lib.gander_cross_entropy_backward(
@@ -1305,7 +1341,7 @@ static const Operator operators[] = {
         .name = "cross_entropy",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy,
-        .arguments = "TTOOOiifbeEb",
+        .arguments = "TTOOOiifffffbeEb",
         .reduction = 6,
         .operand_count = 9,
         .operands = {
@@ -1315,7 +1351,7 @@ static const Operator operators[] = {
             {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"upstream", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"loss", CONTIGUOUS, {"L", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
-            {"lse", CONTIGUOUS, {"S", "S"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 11, .saved = true, .saved_with = -1},
+            {"lse", CONTIGUOUS, {"S", "S"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 15, .saved = true, .saved_with = -1},
             {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"denominator", CONTIGUOUS, {"", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
@@ -1323,7 +1359,7 @@ static const Operator operators[] = {
         .results = {5, 6},
         .fast = true,
         .has_gradient = true,
-        .differentiable = {true, false, false, false, false, false, false, false, false, false, false, false},
+        .differentiable = {true, false, false, false, false, false, false, false, false, false, false, false, false, false, false, false},
         .saved_count = 5,
         .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {1, -1}, {-1, 3}},
     },
@@ -1331,7 +1367,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd,
-        .arguments = "TTOOOifbbb",
+        .arguments = "TTOOOifffffbbb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -1341,8 +1377,8 @@ static const Operator operators[] = {
             {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"upstream", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"loss", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
-            {"lse", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 8, .saved = false, .saved_with = -1},
-            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = 9, .saved = false, .saved_with = -1},
+            {"lse", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 12, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = 13, .saved = false, .saved_with = -1},
             {"denominator", CONTIGUOUS, {"", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 3,
@@ -1354,7 +1390,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_dx_",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_dx_,
-        .arguments = "TTOOOifb",
+        .arguments = "TTOOOifffffb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -1377,7 +1413,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_out",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_out,
-        .arguments = "TTOTOOifb",
+        .arguments = "TTOTOOifffffb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -1399,7 +1435,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_fwd_one_pass",
         .operator = "cross_entropy_forward",
         .call = call_cross_entropy_fwd_one_pass,
-        .arguments = "TTOOOiifb",
+        .arguments = "TTOOOiifffffb",
         .reduction = 6,
         .operand_count = 9,
         .operands = {
@@ -1422,7 +1458,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd,
-        .arguments = "TTOTTOiifbb",
+        .arguments = "TTOTTOiifffffbb",
         .reduction = 7,
         .operand_count = 9,
         .operands = {
@@ -1445,7 +1481,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_,
-        .arguments = "TTOTTOiifbb",
+        .arguments = "TTOTTOiifffffbb",
         .reduction = 7,
         .operand_count = 9,
         .operands = {
@@ -1467,7 +1503,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_out",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_out,
-        .arguments = "TTOTTTifb",
+        .arguments = "TTOTTTifffffb",
         .reduction = -1,
         .operand_count = 9,
         .operands = {
@@ -1489,7 +1525,7 @@ static const Operator operators[] = {
         .name = "cross_entropy_bwd_one_pass",
         .operator = "cross_entropy_backward",
         .call = call_cross_entropy_bwd_one_pass,
-        .arguments = "TTOTTOOTiifb",
+        .arguments = "TTOTTOOTiifffffb",
         .reduction = 9,
         .operand_count = 9,
         .operands = {

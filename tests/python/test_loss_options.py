@@ -1,4 +1,4 @@
-"""Label smoothing: losses and gradients beside torch's, on every way to the gradient."""
+"""The options of cross-entropy: losses and gradients beside torch's, on every way to the gradient."""
 
 import math
 
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from losses import OPTIONS
+from losses import cross_entropy as theirs
 from tolerance import assert_accurate
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +35,17 @@ def given(m, n, dtype=SINGLE, device="cpu", weighted=True):
     return x.to(device), target.to(device), weight.to(device) if weighted else None
 
 
+each = pytest.mark.parametrize("more", OPTIONS, ids="-".join)
+few = pytest.mark.parametrize(
+    "more", [{"label_smoothing": 0.2}, {"softcap": 4.0}, OPTIONS[-1]], ids=["smoothing", "cap", "all"]
+)
+
+
+def weighs(weighted, reduction, more):
+    """Whether there may be class weights: a mean of z-losses has none."""
+    return weighted and not (reduction == "mean" and "z_loss" in more)
+
+
 def gradient(function, x):
     """The loss, and the gradient of a weighted sum of it."""
     x = x.detach().clone().requires_grad_()
@@ -42,25 +55,24 @@ def gradient(function, x):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("e", [0.1, 1.0])
 @pytest.mark.parametrize("shape", [(7, 2), (40, 33), (9, 512), (6, 5000), (3, 50257)], ids=str)
+@each
 @reductions
 @dtypes
-def test_values_and_gradients(served, dtype, shape, e, weighted, reduction):
-    x, target, weight = given(*shape, dtype, served, weighted)
+def test_values_and_gradients(served, dtype, shape, more, weighted, reduction):
+    x, target, weight = given(*shape, dtype, served, weighs(weighted, reduction, more))
 
-    def theirs(x):
+    def of_torch(x):
         w = None if weight is None else weight.to(x.dtype)
-        return F.cross_entropy(x, target, w, reduction=reduction, label_smoothing=e)
+        return theirs(x, target, w, reduction, **more)
 
     got, dx = gradient(
-        lambda x: gander.cross_entropy(x, target, weight=weight, reduction=reduction, label_smoothing=e),
-        x,
+        lambda x: gander.cross_entropy(x, target, weight=weight, reduction=reduction, **more), x
     )
     wide = SINGLE if dtype in (HALF, BRAIN) else dtype
-    exact, exact_dx = gradient(theirs, x.double())
-    single, _ = gradient(theirs, x.to(wide))
-    _, rounded_dx = gradient(theirs, x)
+    exact, exact_dx = gradient(of_torch, x.double())
+    single, _ = gradient(of_torch, x.to(wide))
+    _, rounded_dx = gradient(of_torch, x)
     assert got.dtype == wide
     size = exact.abs() if reduction == "none" else exact.abs() + 1
     assert_accurate(got, single, exact, "loss", extra=size * 2**-21 if wide == SINGLE else size * 1e-14)
@@ -114,12 +126,13 @@ def test_large_logits(device):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
+@few
 @reductions
-def test_every_way_to_the_gradient(device, reduction, weighted):
+def test_every_way_to_the_gradient(device, reduction, more, weighted):
     """In place, in one pass, compiled, exported, checkpointed, by torch.func."""
-    x, target, weight = given(40, 96, device=device, weighted=weighted)
-    options = {"weight": weight, "reduction": reduction, "label_smoothing": 0.2}
-    want, want_dx = gradient(lambda x: F.cross_entropy(x, target, **options), x)
+    x, target, weight = given(40, 96, device=device, weighted=weighs(weighted, reduction, more))
+    options = {"weight": weight, "reduction": reduction, **more}
+    want, want_dx = gradient(lambda x: theirs(x, target, **options), x)
 
     def loss(x, **more):
         return gander.cross_entropy(x, target, **options, **more)
@@ -151,29 +164,31 @@ def test_every_way_to_the_gradient(device, reduction, weighted):
         torch.testing.assert_close(each[1], torch.func.grad(loss)(batch[1]))
 
 
-def test_opcheck(device):
-    x, target, weight = given(5, 8, device=device)
+@few
+def test_opcheck(device, more):
+    x, target, weight = given(5, 8, device=device, weighted=weighs(True, "mean", more))
     x.requires_grad_()
-    torch.library.opcheck(ops.cross_entropy.default, (x, target, weight), {"label_smoothing": 0.2})
+    torch.library.opcheck(ops.cross_entropy.default, (x, target, weight), more)
     dloss, lse = torch.rand(5, device=device), torch.rand(2, 5, device=device)
     torch.library.opcheck(
         ops.cross_entropy_bwd.default,
         (x.detach(), target, weight, dloss, lse),
-        {"reduction": 0, "label_smoothing": 0.2},
+        {"reduction": 0, **more},
     )
 
 
+@few
 @pytest.mark.parametrize("weighted", [False, True])
-def test_forward_and_backward_by_name(device, weighted):
+def test_forward_and_backward_by_name(device, weighted, more):
     x, target, weight = given(40, 96, device=device, weighted=weighted)
-    options = {"weight": weight, "label_smoothing": 0.2}
-    want, want_dx = gradient(
-        lambda x: F.cross_entropy(x, target, weight, reduction="sum", label_smoothing=0.2), x
-    )
+    options = {"weight": weight, **more}
+    want, want_dx = gradient(lambda x: theirs(x, target, weight, "sum", **more), x)
     want_dx = want_dx * 2  # linspace of one number begins with 0.5
     loss, lse, dx = gander.cross_entropy_fwd(x, target, **options, return_lse=True, return_dx=True)
     torch.testing.assert_close(loss.sum(), want)
-    torch.testing.assert_close(lse, x.logsumexp(-1))
+    z = x * more.get("scale", 1)
+    z = more["softcap"] * (z / more["softcap"]).tanh() if "softcap" in more else z
+    torch.testing.assert_close(lse, (z / more.get("temperature", 1)).logsumexp(-1))
     torch.testing.assert_close(dx, want_dx)
     one = torch.ones((), device=device)
     torch.testing.assert_close(gander.cross_entropy_bwd(x, target, one, lse, **options), want_dx)
@@ -185,17 +200,16 @@ def test_forward_and_backward_by_name(device, weighted):
     torch.testing.assert_close(y, want_dx)
 
 
-def test_divisor_and_upstream(device):
+@few
+def test_divisor_and_upstream(device, more):
     x, target, weight = given(40, 96, device=device)
     got, dx = gradient(
         lambda x: gander.cross_entropy(
-            x, target, weight=weight, reduction="sum", label_smoothing=0.2, divisor=7, upstream=0.5
+            x, target, weight=weight, reduction="sum", divisor=7, upstream=0.5, **more
         ),
         x,
     )
-    want, want_dx = gradient(
-        lambda x: F.cross_entropy(x, target, weight, reduction="sum", label_smoothing=0.2) / 7, x
-    )
+    want, want_dx = gradient(lambda x: theirs(x, target, weight, "sum", **more) / 7, x)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(dx, want_dx)
 
@@ -232,18 +246,95 @@ def test_a_module_whose_attribute_changes(device):
     torch.testing.assert_close(module(x, target), F.cross_entropy(x, target, label_smoothing=0.5))
 
 
-def test_arrays():
+@each
+def test_the_module_has_every_option(device, more):
+    x, target, _ = given(6, 9, device=device)
+    module = gander.nn.CrossEntropyLoss(**more)
+    got, dx = gradient(lambda x: module(x, target), x)
+    want, want_dx = gradient(lambda x: theirs(x, target, **more), x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(dx, want_dx)
+    assert all(f"{name}={value}" in repr(module) for name, value in more.items())
+
+
+@each
+@reductions
+@pytest.mark.parametrize("weighted", [False, True])
+def test_of_a_linear_layer(device, weighted, reduction, more):
+    """Its losses and all gradients, eager, compiled and with all logits."""
+    weighted = weighs(weighted, reduction, more)
+    _, target, class_weights = given(40, 33, device=device, weighted=weighted)
+    hidden, matrix, bias = (torch.randn(*shape, device=device) for shape in ((40, 16), (33, 16), (33,)))
+    module = gander.nn.LinearCrossEntropy(16, 33, weight_ce=class_weights, reduction=reduction, **more)
+    module.to(device)
+
+    def run(function, h, w):
+        return gradient(
+            lambda flat: function(flat[: h.numel()].view_as(h), flat[h.numel() :].view_as(w)), both
+        )
+
+    both = torch.cat([hidden.flatten(), matrix.flatten()])
+
+    def ours(h, w):
+        return gander.linear_cross_entropy(
+            h, w, target, bias, class_weights, reduction=reduction, chunk=7, **more
+        )
+
+    want = run(
+        lambda h, w: theirs(F.linear(h, w, bias), target, class_weights, reduction, **more), hidden, matrix
+    )
+    torch._dynamo.reset()
+    ways = {"eager": ours, "compiled": torch.compile(ours, fullgraph=True, backend="aot_eager")}
+    if reduction != "none":
+        ways["torch.func"] = lambda h, w: torch.func.vjp(lambda h: ours(h, w), h)[0]
+    for name, way in ways.items():
+        for a, b in zip(run(way, hidden, matrix), want, strict=True):
+            torch.testing.assert_close(
+                a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    with torch.no_grad():
+        module.weight.copy_(matrix)
+    loss = theirs(F.linear(hidden, matrix), target, class_weights, reduction, **more)
+    torch.testing.assert_close(module(hidden, target), loss, rtol=1e-4, atol=1e-5)
+
+
+@each
+def test_arrays(more):
     x, target, weight = given(6, 9)
-    want = F.cross_entropy(x, target, weight, label_smoothing=0.2)
-    got = gander.cross_entropy(x.numpy(), target.numpy(), weight=weight.numpy(), label_smoothing=0.2)
+    want = theirs(x, target, weight, "sum", **more)
+    got = gander.cross_entropy(x.numpy(), target.numpy(), weight=weight.numpy(), reduction="sum", **more)
     assert isinstance(got, (np.ndarray, np.generic))
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
 
 
-def test_an_explicit_0_is_no_smoothing(device):
-    x, target, weight = given(40, 96, device=device)
-    got = gradient(lambda x: gander.cross_entropy(x, target, weight=weight, label_smoothing=0), x)
-    want = gradient(lambda x: gander.cross_entropy(x, target, weight=weight), x)
+def test_a_sure_target_keeps_its_digits(device):
+    """Of a loss near 0, and of the gradient there, where torch has 0."""
+    x = torch.zeros(1, 512, device=device)
+    x[0, 7] = 40
+    target = torch.tensor([7], device=device)
+    got, dx = gradient(lambda x: gander.cross_entropy(x, target, temperature=1.25), x)
+    others = 511 * math.exp(-32)  # beside 1, of the target
+    assert got.item() == pytest.approx(math.log1p(others), rel=1e-5)
+    assert dx[0, 7].item() == pytest.approx(-0.5 * others / (1 + others) / 1.25, rel=1e-5)
+
+
+def test_capped_infinities_are_finite(device):
+    x = torch.randn(2, 9, device=device)
+    x[0, 3], x[1, 4] = -math.inf, math.inf
+    target = torch.tensor([3, 5], device=device)
+    got = gradient(lambda x: gander.cross_entropy(x, target, softcap=5.0, reduction="none"), x)
+    want = gradient(lambda x: theirs(x, target, softcap=5.0, reduction="none"), x)
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_neutral_is_the_plain_loss(device):
+    """Options at their defaults, given by other numbers, have the bits of a call without."""
+    x, target, _ = given(40, 96, device=device)
+    neutral = {"label_smoothing": 0, "z_loss": np.float32(0), "scale": 1, "softcap": None, "temperature": 1}
+    got = gradient(lambda x: gander.cross_entropy(x, target, **neutral), x)
+    want = gradient(lambda x: gander.cross_entropy(x, target), x)
     assert all(map(torch.equal, got, want))
 
 
@@ -259,33 +350,58 @@ def test_refused_values(e, device):
         gander.nn.CrossEntropyLoss(label_smoothing=e)
 
 
-def test_refused_combinations(device):
+@pytest.mark.parametrize(
+    ("option", "values", "expected"),
+    [
+        ("z_loss", [-1, math.inf, math.nan], "a finite number of at least 0"),
+        ("scale", [0, -1, math.inf, math.nan], "1e-18 to 1e"),
+        ("softcap", [-1, math.inf, math.nan], "1e-18 to 1e"),
+        ("softcap", [0], "more than 0, or None"),
+        ("temperature", [0, -1, math.inf, math.nan], "1e-18 to 1e"),
+    ],
+)
+def test_other_refused_values(option, values, expected, device):
     x, target, _ = given(6, 9, device=device)
-    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* with lse_partial"):
-        gander.cross_entropy(x, target, x.logsumexp(-1, keepdim=True), label_smoothing=0.1)
-    with pytest.raises(
-        NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* with target_logit"
-    ):
-        gander.cross_entropy_fwd(x, target, x, label_smoothing=0.1)
-    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* linear layer"):
-        gander.linear_cross_entropy(x, x, target, label_smoothing=0.1)
+    for value in values:
+        for function in gander.cross_entropy, gander.cross_entropy_fwd:
+            with pytest.raises(ValueError, match=rf"{option} is .*, expected {expected}"):
+                function(x, target, **{option: value})
+
+
+@each
+def test_refused_combinations(device, more):
+    x, target, _ = given(6, 9, device=device)
+    said = rf"{next(iter(more))} is .*, expected .*: it is not supported"
+    with pytest.raises(NotImplementedError, match=rf"{said} with lse_partial"):
+        gander.cross_entropy(x, target, x.logsumexp(-1, keepdim=True), **more)
+    with pytest.raises(NotImplementedError, match=rf"{said} with target_logit"):
+        gander.cross_entropy_fwd(x, target, x, **more)
+    dloss, lse = torch.ones(6, device=device), torch.ones(2, 6, device=device)
+    with pytest.raises(RuntimeError, match=rf"{next(iter(more))} is set with slice"):
+        ops.cross_entropy_bwd(x, target, None, dloss, lse, reduction=0, slice=True, **more)
+
+
+def test_other_refused_combinations(device):
+    x, target, weight = given(6, 9, device=device)
     with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1, expected 0: .* of slices"):
         gander.distributed.cross_entropy(x, target, label_smoothing=0.1)
-    dloss, lse = torch.ones(6, device=device), torch.ones(2, 6, device=device)
-    with pytest.raises(RuntimeError, match=r"label_smoothing is 0.1 with slice"):
-        ops.cross_entropy_bwd(x, target, None, dloss, lse, reduction=0, label_smoothing=0.1, slice=True)
+    with pytest.raises(RuntimeError, match=r"z_loss is 0.1 with weight and reduction mean"):
+        gander.cross_entropy(x, target, weight=weight, z_loss=0.1)
+    with pytest.raises(NotImplementedError, match=r"z_loss is 0.1 with weight_ce and reduction 'mean'"):
+        gander.linear_cross_entropy(x, x.new_ones(9, 9), target, weight_ce=weight, z_loss=0.1)
 
 
+@each
 @reductions
-def test_the_formula_of_graphs(reduction):
+def test_the_formula_of_graphs(reduction, more):
     """What Inductor gets on a GPU in place of the operator, on the CPU."""
     from gander._torch.inductor import formula
 
     for weighted in False, True:
-        x, target, weight = given(8, 33, dtype=DOUBLE, weighted=weighted)
+        x, target, weight = given(8, 33, dtype=DOUBLE, weighted=weighs(weighted, reduction, more))
         code = ["none", "mean", "sum"].index(reduction)
-        _, lse = ops.cross_entropy(x, target, weight, reduction=code, label_smoothing=0.2, needs_lse=True)
+        _, lse = ops.cross_entropy(x, target, weight, reduction=code, needs_lse=True, **more)
         dloss = torch.rand(8 if reduction == "none" else (), dtype=DOUBLE)
-        got = formula(x, target, weight, dloss, lse, None, -100, code, 0.2)
-        want = ops.cross_entropy_bwd(x, target, weight, dloss, lse, reduction=code, label_smoothing=0.2)
+        got = formula(x, target, weight, dloss, lse, None, -100, code, **more)
+        want = ops.cross_entropy_bwd(x, target, weight, dloss, lse, reduction=code, **more)
         torch.testing.assert_close(got, want)
