@@ -654,13 +654,12 @@ typedef struct {
   int64_t one_pass;
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
-  /* the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean */
-  double z_loss;
+  double z_loss; /* the factor of lse^2 in a row's loss, at least 0; not with weight in a mean */
   /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
-   * temperature, and all else is of z; more than 0; not with slice; 1 by default */
+   * temperature, and all else is of z; more than 0; 1 by default */
   double scale;
-  double softcap; /* see scale; more than 0, or 0 for none; not with slice */
-  double temperature; /* see scale; more than 0; not with slice; 1 by default */
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
 } gander_cross_entropy_forward_options;
 #define GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, \
@@ -708,13 +707,12 @@ typedef struct {
    * and its weight is 1 */
   int64_t slice;
   double label_smoothing; /* the share of a row's loss that all classes have alike, 0 to 1; not with slice */
-  /* the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean */
-  double z_loss;
+  double z_loss; /* the factor of lse^2 in a row's loss, at least 0; not with weight in a mean */
   /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
-   * temperature, and all else is of z; more than 0; not with slice; 1 by default */
+   * temperature, and all else is of z; more than 0; 1 by default */
   double scale;
-  double softcap; /* see scale; more than 0, or 0 for none; not with slice */
-  double temperature; /* see scale; more than 0; not with slice; 1 by default */
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
 } gander_cross_entropy_backward_options;
 #define GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_cross_entropy_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, -100, \

@@ -46,9 +46,9 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of the losses "+
 			"is over weights, and that of the z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
 	}
-	if name := optionOf(s, scale, softcap, temperature); s.Slice && name != "" {
-		k.fail(StatusUnsupported, "%s is set with slice, expected its default: it needs all classes of a row; "+
-			"leave one of them out", name)
+	if s.Slice && s.LabelSmoothing != 0 {
+		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
+			"not known; leave one of them out", s.LabelSmoothing)
 	}
 }
 
@@ -56,23 +56,6 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 const leastFactor, mostFactor = 1e-18, 1e18
 
 func isFactor(v float64) bool { return leastFactor <= v && v <= mostFactor }
-
-// optionOf names an option of a row's loss that is set, or is "".
-func optionOf(s *kernels.CrossEntropy, scale, softcap, temperature float64) string {
-	switch {
-	case s.LabelSmoothing != 0:
-		return "label_smoothing"
-	case s.ZLoss != 0:
-		return "z_loss"
-	case scale != 1:
-		return "scale"
-	case softcap != 0:
-		return "softcap"
-	case temperature != 1:
-		return "temperature"
-	}
-	return ""
-}
 
 func (k *check) divisor(divisor kernels.Vector, reduction kernels.Reduction) {
 	if divisor.Present() && reduction == kernels.ReduceMean {

@@ -1484,13 +1484,12 @@ type CrossEntropyForward struct {
 	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
 	Reduction      Reduction       // how the rows' losses are reduced
 	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
-	// the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean
-	ZLoss float64
+	ZLoss          float64         // the factor of lse^2 in a row's loss, at least 0; not with weight in a mean
 	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
-	// temperature, and all else is of z; more than 0; not with slice; 1 by default
+	// temperature, and all else is of z; more than 0; 1 by default
 	Scale       Optional[float64]
-	Softcap     float64           // see scale; more than 0, or 0 for none; not with slice
-	Temperature Optional[float64] // see scale; more than 0; not with slice; 1 by default
+	Softcap     float64           // see scale; more than 0, or 0 for none
+	Temperature Optional[float64] // see scale; more than 0; 1 by default
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without
@@ -1600,13 +1599,12 @@ type CrossEntropyBackward struct {
 	IgnoreIndex    Optional[int64] // rows with this target are ignored; -100 by default
 	Reduction      Reduction       // how the rows' losses are reduced
 	LabelSmoothing float64         // the share of a row's loss that all classes have alike, 0 to 1; not with slice
-	// the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean
-	ZLoss float64
+	ZLoss          float64         // the factor of lse^2 in a row's loss, at least 0; not with weight in a mean
 	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
-	// temperature, and all else is of z; more than 0; not with slice; 1 by default
+	// temperature, and all else is of z; more than 0; 1 by default
 	Scale       Optional[float64]
-	Softcap     float64           // see scale; more than 0, or 0 for none; not with slice
-	Temperature Optional[float64] // see scale; more than 0; not with slice; 1 by default
+	Softcap     float64           // see scale; more than 0, or 0 for none
+	Temperature Optional[float64] // see scale; more than 0; 1 by default
 	// forward also computes the gradient, in the same pass over x: dx is the gradient of the reduced loss.
 	// backward takes that dx, which must not overlap x, and computes it again only if dloss, a single
 	// element, has other bits than upstream, or 1 without one. It compares them on the device, without

@@ -443,12 +443,12 @@ var Table = []Group{
 			{Name: "label_smoothing", Type: Real, Since: 1,
 				Doc: "the share of a row's loss that all classes have alike, 0 to 1; not with slice"},
 			{Name: "z_loss", Type: Real, Since: 1,
-				Doc: "the factor of lse^2 in a row's loss, at least 0; not with slice, nor with weight in a mean"},
+				Doc: "the factor of lse^2 in a row's loss, at least 0; not with weight in a mean"},
 			{Name: "scale", Type: Real, Default: 1, Since: 1,
 				Doc: "x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to " +
-					"scale * x / temperature, and all else is of z; more than 0; not with slice"},
-			{Name: "softcap", Type: Real, Since: 1, Doc: "see scale; more than 0, or 0 for none; not with slice"},
-			{Name: "temperature", Type: Real, Default: 1, Since: 1, Doc: "see scale; more than 0; not with slice"},
+					"scale * x / temperature, and all else is of z; more than 0"},
+			{Name: "softcap", Type: Real, Since: 1, Doc: "see scale; more than 0, or 0 for none"},
+			{Name: "temperature", Type: Real, Default: 1, Since: 1, Doc: "see scale; more than 0"},
 			{Name: "one_pass", Type: Flag,
 				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
 					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +

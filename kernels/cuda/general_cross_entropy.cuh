@@ -315,7 +315,7 @@ struct GeneralCrossEntropyBackward : RowOperator<GeneralCrossEntropyBackward<T_>
     return sc;
   }
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
-    const Label l = label<false>(a, sc.index);
+    const Label l = label<false>(a, sc.index, a.slice ? 1.f : kNaN);
     const bool ignored = sc.index == a.ignore_index || counts_for_nothing(a, l);
     sc.index = l.index;
     if (!a.sums) {

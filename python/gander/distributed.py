@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of, overridden, refuse_loss_options
+from ._functions.arguments import code_of, loss_options, overridden, refuse_loss_options
 from ._table import REDUCTIONS, Reduction
 from ._torch.dtensor import is_dtensor
 from ._torch.refusals import refuse_gradients
 from ._torch.sharded_cross_entropy import chunks, of_slices
 from ._torch.tensors import stands_for_tensor, unusable
-from ._words import number
 
 __all__ = ["cross_entropy"]
 
@@ -32,6 +31,10 @@ def cross_entropy(
     sizes: Sequence[int] | None = None,
     classes: int | None = None,
     label_smoothing: float = 0,  # not 0.0, which a graph with dynamic shapes would take for a variable
+    z_loss: float = 0,
+    scale: float = 1,
+    softcap: float | None = None,
+    temperature: float = 1,
 ) -> Tensor:
     """gander.cross_entropy of logits of which each rank of a group holds a slice of the classes.
 
@@ -43,8 +46,8 @@ def cross_entropy(
     can capture the call. Backward does no communication: the gradient of the loss must be the same on all
     ranks. torch.compile(fullgraph=True) takes the call into its graph.
 
-    Along with its numbers each rank sends a hash of its shape of rows, dtypes, ignore_index and reduction,
-    and of the sizes of all slices as it takes them. Where hashes differ, the loss and the gradient of every
+    Along with its numbers each rank sends a hash of its shape of rows, dtypes and options, and of the sizes
+    of all slices as it takes them. Where hashes differ, the loss and the gradient of every
     row that is not ignored are NaN on all ranks. With gander.set_debug(True), on all ranks, another, small
     all-gather comes first, and all ranks raise a ValueError that names what differs. It waits for the device.
     Only there is seen that a rank has another number of rows, has float64, or has a weight where others have
@@ -69,6 +72,10 @@ def cross_entropy(
         classes: How many there are in all slices, divided as torch.chunk divides them among the ranks: the
             first slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
         label_smoothing: 0.
+        z_loss: As in gander.cross_entropy. Not with weight.
+        scale: As in gander.cross_entropy.
+        softcap: As in gander.cross_entropy.
+        temperature: As in gander.cross_entropy.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or one value for each row with "none".
@@ -91,8 +98,9 @@ def cross_entropy(
         handed: Tensor = overridden(cross_entropy, locals())
         return handed
     code = code_of("reduction", reduction, REDUCTIONS)
-    if smoothing := number("label_smoothing", label_smoothing):
-        refuse_loss_options({"label_smoothing": smoothing}, "of slices")
+    options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
+    if "label_smoothing" in options:
+        refuse_loss_options(options, "of slices")
     given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
     for name, value in given.items():
         if is_dtensor(value):
@@ -108,7 +116,7 @@ def cross_entropy(
     ranks = _process_group(group)
     counts = _sizes(sizes, classes, x, ranks.size())
     refuse_gradients("cross_entropy", {"weight": weight})
-    loss: Tensor = of_slices(x, target, weight, ranks, counts, ignore_index, code, inplace_backward)
+    loss: Tensor = of_slices(x, target, weight, ranks, counts, ignore_index, code, options, inplace_backward)
     return loss
 
 

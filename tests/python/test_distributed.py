@@ -225,6 +225,53 @@ def test_values(ranks, dtype):
     on_all(ranks, _values, SIZES[ranks], dtype)
 
 
+LOSS_OPTIONS = (
+    {"z_loss": 0.01},
+    {"softcap": 5.0},
+    {"z_loss": 0.1, "scale": 2.0, "softcap": 9.0, "temperature": 1.5},
+)
+
+
+def _loss_options(sizes):
+    for dtype in torch.bfloat16, torch.float32, torch.float64:
+        for leading in (), (3, 0), (40,):
+            x, target, weight = example(sizes, leading, dtype)
+            for options in LOSS_OPTIONS:
+                for reduction in "mean", "sum", "none":
+                    upstream = torch.rand(leading if reduction == "none" else (), dtype=torch.float64) + 0.5
+                    upstream = upstream.to(torch.float64 if dtype == torch.float64 else torch.float32)
+                    check(x, target, sizes, upstream=upstream, reduction=reduction, **options)
+                    if "z_loss" not in options:
+                        check(x, target, sizes, weight, upstream, reduction=reduction, **options)
+    x, target, weight = example(sizes, (4,))
+    target[2] = sum(sizes)  # no class
+    loss, _ = check(x, target, sizes, reduction="none", **LOSS_OPTIONS[2])
+    assert loss.isnan().tolist() == [False, False, True, False] and loss[1] == 0
+    part = mine(x, sizes)
+    given = {"sizes": sizes, "reduction": "sum"}
+    refused(
+        NotImplementedError, "z_loss is 0.1 with weight", part, target, weight=mine(weight, sizes), z_loss=0.1
+    )
+    refused(NotImplementedError, "label_smoothing is 0.1", part, target, label_smoothing=0.1, **given)
+    for name, value in ("z_loss", -1), ("scale", 0), ("softcap", -1), ("temperature", float("nan")):
+        refused((ValueError, RuntimeError), f"{name} is ", part, target, **{name: value}, **given)
+    # One rank alone has another option: no loss is right on any of them.
+    alone = {"temperature": 2.0} if dist.get_rank() == 0 else {}
+    assert gander.distributed.cross_entropy(part, target.clamp(0, 1), **given, **alone).isnan()
+
+    def loss(x):
+        return sliced(sizes)(x * 2, target.clamp(0, 1), reduction="none", **LOSS_OPTIONS[2])
+
+    compiled, counter = in_one_graph(loss, "aot_eager")
+    torch.testing.assert_close(gradient_of(compiled, part), gradient_of(loss, part), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_loss_options(ranks):
+    on_all(ranks, _loss_options, SIZES[ranks])
+
+
 def _accuracy(sizes):
     """Of the loss of confident rows, and of large logits, against float64."""
     x, target, _ = example(sizes, (500,))
@@ -854,6 +901,16 @@ def _dtensors(shape, rows, classes):
                     assert torch.equal(
                         call(logits, targets, weight=ws, reduction=option).to_local(), loss.to_local()
                     )
+    for options in LOSS_OPTIONS:
+        expected = gander.cross_entropy(whole, target, reduction="sum", **options)
+        loss = gander.cross_entropy(logits, targets, reduction="sum", **options)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        (dx,), (want,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, whole)
+        torch.testing.assert_close(dx.full_tensor(), want)
+    with pytest.raises(
+        NotImplementedError, match=r"label_smoothing is 0.1 .* classes are sharded, expected 0"
+    ):
+        gander.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     divided = gander.cross_entropy(logits, targets, reduction="sum", divisor=7).full_tensor()
     torch.testing.assert_close(divided, gander.cross_entropy(x, target, reduction="sum") / 7)
     if not sharded:  # a plain target is the same on all ranks, as in torch's loss_parallel

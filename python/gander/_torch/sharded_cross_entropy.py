@@ -29,12 +29,24 @@ from .kernels import explained
 from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
 from .tensors import check_targets, has_no_values, statistic
 
+# The options of a row's loss that slices have, and their defaults.
+OPTIONS = {"z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
 
-def of_slices(x, target, weight, group, sizes, ignore_index, reduction, inplace_backward=False) -> Tensor:
-    """The loss, from arguments whose kinds have been checked. sizes: the number of classes of each rank."""
+
+def of_slices(
+    x, target, weight, group, sizes, ignore_index, reduction, options, inplace_backward=False
+) -> Tensor:
+    """The loss, from arguments whose kinds have been checked. sizes: the number of classes of each rank.
+    options: those of OPTIONS that are not their defaults."""
+    if weight is not None and "z_loss" in options:
+        raise NotImplementedError(
+            f"z_loss is {options['z_loss']} with weight and classes of which each rank has a slice, "
+            "expected 0; leave one of them out"
+        )
+    more = tuple((OPTIONS | options).values())
     if has_no_values(x):
-        return _in_graph(x, target, weight, group, sizes, ignore_index, reduction)
-    plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
+        return _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more)
+    plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
     refuse_tangents((x,))
     _refuse_vmap({"x": x, "target": target, "weight": weight})
     refuse_outer_gradients("distributed.cross_entropy", x)
@@ -44,7 +56,7 @@ def of_slices(x, target, weight, group, sizes, ignore_index, reduction, inplace_
         raise explained(error) from None
 
 
-def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction) -> Tensor:
+def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduction, options) -> Tensor:
     """The loss of this rank's part of a DTensor whose classes are sharded on a dimension of a mesh.
 
     weight: the weights of all classes.
@@ -58,7 +70,7 @@ def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduct
         # An x of another size is refused after the all-gather, or the other ranks would wait.
         weight = weight[sum(sizes[:rank]) :][:n] if n == sizes[rank] else weight.new_empty(n)
     _check(x, target, weight, divisor)
-    loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction)
+    loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction, options)
     return loss if divisor is None else loss / divisor
 
 
@@ -107,16 +119,17 @@ class Plan(NamedTuple):
     text: str  # what has to be the same on all ranks besides the sizes
     hash: int  # of both, 64 bits
     contradiction: str  # between x and the sizes, or ""
+    options: dict[str, float]  # those of OPTIONS that are not their defaults
 
 
 _plans: dict[tuple, Plan] = {}  # of this rank's arguments alone: what is in it changes no collective
 _MOST_PLANS = 1 << 12
 
 
-def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
+def _plan(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan:
     """Checks a rank's own arguments."""
     tensors = (x, target) if weight is None else (x, target, weight)
-    key = *((t.shape, t.dtype, t.device) for t in tensors), rank, sizes, ignore_index, reduction
+    key = *((t.shape, t.dtype, t.device) for t in tensors), rank, sizes, ignore_index, reduction, more
     if plan := _plans.get(key):
         return plan
     _check(x, target, weight)
@@ -125,6 +138,10 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
         f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
         f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
     )
+    options = {name: v for (name, neutral), v in zip(OPTIONS.items(), more, strict=True) if v != neutral}
+    text += "".join(f", {name} {value}" for name, value in options.items())
+    if options:  # a rank without classes would not see that a value is refused
+        operators_gen.cross_entropy_fwd(x.new_empty(0, 1), target.new_empty(0), **options)
     n, first, contradiction = x.shape[-1], sum(sizes[:rank]), ""
     if n != sizes[rank]:
         contradiction = (
@@ -141,7 +158,7 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction) -> Plan:
     # Integers wrap around, so that ignore_index stays distinct.
     ignored = (ignore_index - first + 2**63) % 2**64 - 2**63
     number = int.from_bytes(digest, "little", signed=True)
-    plan = Plan(sizes, first, ignored, ignore_index, reduction, text, number, contradiction)
+    plan = Plan(sizes, first, ignored, ignore_index, reduction, text, number, contradiction, options)
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     return _plans.setdefault(key, plan)
@@ -212,8 +229,9 @@ def _part(x, target, local, weight, group, plan):
     if padding.numel():
         padding.zero_()  # so that the same bits are sent on each run
     if n:
+        mapped = {name: value for name, value in plan.options.items() if name != "z_loss"}
         operators_gen.cross_entropy_fwd_out(
-            x, local, None, loss=part[2], lse=part[:2], ignore_index=plan.ignored
+            x, local, None, loss=part[2], lse=part[:2], ignore_index=plan.ignored, **mapped
         )
         if weight is not None:
             column = local.clamp(0, n - 1)
@@ -263,11 +281,19 @@ def _combined(every, target, local, weight, plan):
             mean=plan.reduction == MEAN,
             weighted=weight is not None,
         )
+        if factor := plan.options.get("z_loss"):
+            squares = (lse[:rows] + lse[rows:-1]).square_().mul_(factor)  # of whole rows
+            squares.masked_fill_(target.view(-1) == plan.ignore_index, 0)
+            loss += squares.view(target.shape) if plan.reduction == NONE else _reduced(squares, lse, plan)
     else:
         loss.fill_(float("nan") if plan.reduction == MEAN else 0)
     if weights is not None:
         local = local.masked_fill(weights == 0, plan.ignored)  # backward ignores the row, whatever is in it
     return loss, local, lse, weights
+
+
+def _reduced(squares, lse, plan):
+    return squares.sum() / lse[-1] if plan.reduction == MEAN else squares.sum()
 
 
 def _forward(ctx, x, target, weight, group, plan, inplace_backward):
@@ -276,13 +302,23 @@ def _forward(ctx, x, target, weight, group, plan, inplace_backward):
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
     loss, local, lse, weights = _combined(every, target, local, weight, plan)
-    _keep(ctx, x, local, lse, weights, plan.ignored, plan.reduction, inplace_backward and x.numel())
+    _keep(
+        ctx,
+        x,
+        local,
+        lse,
+        weights,
+        plan.ignored,
+        plan.reduction,
+        plan.options,
+        inplace_backward and x.numel(),
+    )
     return loss
 
 
-def _keep(ctx, x, local, lse, weights, ignored, reduction, inplace_backward=False):
+def _keep(ctx, x, local, lse, weights, ignored, reduction, options, inplace_backward=False):
     values = {"x": x, "target": local, "lse": lse, "weight": weights, "ignore_index": ignored, "slice": True}
-    values["reduction"] = MEAN if reduction == MEAN else NONE
+    values |= options | {"reduction": MEAN if reduction == MEAN else NONE}
     keep(ctx, values, inplace_backward=inplace_backward)
 
 
@@ -305,17 +341,17 @@ _apply = apply_with("cross_entropy_of_slices", _forward, _gradient, [0], 6)
 _IGNORED = -(2**63)  # the local target of an ignored row. A graph may not know where this slice begins.
 
 
-def _in_graph(x, target, weight, group, sizes, ignore_index, reduction):
+def _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more):
     collectives, name = torch.ops._c10d_functional, group.group_name
-    options = target, weight, sizes, ignore_index, reduction, name
+    options = target, weight, sizes, ignore_index, reduction, name, *more
     mine = _part_in_graph(x.detach(), *options)
     every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
     return _combined_in_graph(x, every, *options)[0]
 
 
-def _resolved(x, target, weight, sizes, ignore_index, reduction, group):
+def _resolved(x, target, weight, sizes, ignore_index, reduction, group, *more):
     group = dist.distributed_c10d._resolve_process_group(group)
-    return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction)
+    return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
 
 
 def _part_kernel(x, target, weight, *options):
@@ -340,7 +376,7 @@ def _combined_kernel(x, every, target, weight, *options):
     return loss, local, lse, every.new_empty(0) if weights is None else weights
 
 
-def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, group):
+def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, *_):
     shape = target.shape
     return (
         every.new_empty(shape if reduction == NONE else ()),
@@ -351,12 +387,14 @@ def _combined_fake(x, every, target, weight, sizes, ignore_index, reduction, gro
 
 
 def _keep_in_graph(ctx, given, results):
-    x, _, _, weight, _, _, reduction, _ = given
+    x, _, _, weight, _, _, reduction, _, *more = given
     _, local, lse, weights = results
-    _keep(ctx, x, local, lse, None if weight is None else weights, _IGNORED, reduction)
+    options = dict(zip(OPTIONS, more, strict=True))
+    _keep(ctx, x, local, lse, None if weight is None else weights, _IGNORED, reduction, options)
 
 
-_OPTIONS = "Tensor target, Tensor? weight, SymInt[] sizes, SymInt ignore_index, int reduction, str group"
+_OPTIONS = "Tensor target, Tensor? weight, SymInt[] sizes, SymInt ignore_index, int reduction, str group, "
+_OPTIONS += ", ".join(f"float {name}" for name in OPTIONS)
 
 _part_in_graph = define(
     f"cross_entropy_part(Tensor x, {_OPTIONS}) -> Tensor", _part_kernel, _part_fake, batched=_refuse_batch

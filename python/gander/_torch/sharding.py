@@ -15,7 +15,19 @@ import warnings
 import torch
 
 from .. import _imports
-from .._table import MEAN, NONE, SHAPES, TORCH, forms, has_rows, is_by_row, operands, reduction, wanted
+from .._table import (
+    MEAN,
+    NONE,
+    OPERATORS,
+    SHAPES,
+    TORCH,
+    forms,
+    has_rows,
+    is_by_row,
+    operands,
+    reduction,
+    wanted,
+)
 from . import dtensor
 from .dtensor import dimensions_of_classes, is_dtensor, is_shard
 from .registry import by_name, overloads
@@ -200,6 +212,10 @@ def _of_heads(name, specs, inputs, computed, refuse):
 # ---- Cross-entropy of sharded classes ----
 
 
+# The options of a row's loss, and their defaults.
+_NEUTRAL = {o.name: o.default for o in OPERATORS["cross_entropy_forward"].options if o.type == "real"}
+
+
 def cross_entropy_of_slices(given):
     """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for
     any other x.
@@ -241,12 +257,21 @@ def cross_entropy_of_slices(given):
             "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
             "it divides"
         )
+    loss_options = {name: values[name] for name, neutral in _NEUTRAL.items() if values[name] != neutral}
+    for name, value in loss_options.items():
+        if name not in sharded_cross_entropy.OPTIONS:
+            raise NotImplementedError(
+                f"gander: cross_entropy: {name} is {value} with x whose classes are sharded, expected "
+                f"{_NEUTRAL[name]}: it is not supported of slices; leave it out, or redistribute x"
+            )
     target = _local("target", target, mesh, rows)
     weight, divisor = (
         _local(name, values[name], mesh, [Replicate()] * mesh.ndim) for name in ("weight", "divisor")
     )
     options = values["ignore_index"], values["reduction"]
-    loss = sharded_cross_entropy.of_mesh(mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options)
+    loss = sharded_cross_entropy.of_mesh(
+        mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options, loss_options
+    )
     lse = loss.new_empty(0)
     if is_none:
         shape = x.shape[:-1]
