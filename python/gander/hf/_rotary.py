@@ -135,7 +135,7 @@ def _served(
     return None if name is None else _FORMS[name]
 
 
-def _turned(x: Any, unsqueeze_dim: int) -> Any:
+def _turned(x: Tensor | None, unsqueeze_dim: int) -> Any:
     """Heads before tokens, or back. With unsqueeze_dim=2 the function has tokens before heads."""
     return x if x is None or unsqueeze_dim == 1 else x.transpose(1, 2)
 
@@ -151,30 +151,24 @@ def _replacement(function: Callable[..., Any]) -> _Replacement:
     forms = _find(function)
     words = _FORMS[forms[max(forms)]].words
 
-    def rotate(form: _Form, q: Any, k: Any, cos: Tensor, sin: Tensor, dim: int) -> list[Any]:
-        rows = _turned(q, dim), _turned(k, dim)
-        results = gander.rotary(*rows, form.table(cos), form.table(sin), **form.options)
-        return [_turned(y, dim) for y in results]
-
-    if [*inspect.signature(function).parameters] == _SINGLE:
-
-        @functools.wraps(function)
-        def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-            form = _served(forms, x, None, cos, sin, unsqueeze_dim)
-            if form is None:
-                return function(x, cos, sin, unsqueeze_dim)
-            return rotate(form, x, None, cos, sin, unsqueeze_dim)[0]
-
-        return _Replacement(one, words)
-
-    @functools.wraps(function)
-    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        form = _served(forms, q, k, cos, sin, unsqueeze_dim)
+    def rotate(rows: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
+        q, k = (*rows, None)[:2]
+        form = _served(forms, q, k, cos, sin, dim)
         if form is None:
-            return function(q, k, cos, sin, unsqueeze_dim)
-        return tuple(rotate(form, q, k, cos, sin, unsqueeze_dim))
+            return function(*rows, cos, sin, dim)
+        tables = form.table(cos), form.table(sin)
+        results = gander.rotary(_turned(q, dim), _turned(k, dim), *tables, **form.options)
+        q, k = (_turned(y, dim) for y in results)
+        return q if len(rows) == 1 else (q, k)
 
-    return _Replacement(both, words)
+    def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return rotate((x,), cos, sin, unsqueeze_dim)
+
+    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return rotate((q, k), cos, sin, unsqueeze_dim)
+
+    made = one if [*inspect.signature(function).parameters] == _SINGLE else both
+    return _Replacement(functools.wraps(function)(made), words)
 
 
 @functools.cache
