@@ -227,12 +227,21 @@ func (k *check) rowsFitting(
 	return k.matrix(name, t, d)
 }
 
+// adjacent checks that elements are adjacent in the last dimension.
+func (k *check) adjacent(name string, t *dlpack.Tensor) bool {
+	last := t.Rank() - 1
+	if t.Len() == 0 || t.Dim(last) == 1 || t.Stride(last) == 1 {
+		return true
+	}
+	k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements (stride 1); make it "+
+		"contiguous", name, t.Stride(last))
+	return false
+}
+
 // matrix checks the strides of rows.
 func (k *check) matrix(name string, t *dlpack.Tensor, d kernels.DType) kernels.Matrix {
 	last, ok := t.Rank()-1, true
-	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
-		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
-			"(stride 1); make it contiguous", name, t.Stride(last))
+	if !k.adjacent(name, t) {
 		return kernels.Matrix{}
 	}
 	m := kernels.Matrix{
@@ -296,9 +305,7 @@ func (k *check) headsFitting(
 // inHeads checks the strides of heads.
 func (k *check) inHeads(name string, t *dlpack.Tensor, d kernels.DType) kernels.Heads {
 	token, head, last := t.Rank()-3, t.Rank()-2, t.Rank()-1
-	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
-		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
-			"(stride 1); make it contiguous", name, t.Stride(last))
+	if !k.adjacent(name, t) {
 		return kernels.Heads{}
 	}
 	h := kernels.Heads{
@@ -391,9 +398,7 @@ func (k *check) table(name string, t *dlpack.Tensor, allowed types) kernels.Tabl
 		k.fail(StatusShape, "%s has shape %s, expected a last dimension of 1 or more", name, shape(t))
 		return kernels.Table{}
 	}
-	if t.Len() > 0 && t.Dim(last) > 1 && t.Stride(last) != 1 {
-		k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements "+
-			"(stride 1); make it contiguous", name, t.Stride(last))
+	if !k.adjacent(name, t) {
 		return kernels.Table{}
 	}
 	table := kernels.Table{

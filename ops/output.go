@@ -10,20 +10,22 @@ import (
 func CheckRows(op, name string, t *dlpack.Tensor) error {
 	k := check{op: op}
 	k.rows(name, t, typeFloat.narrow)
-	if k.err != nil {
-		return k.err
-	}
-	return nil
+	return k.failure()
 }
 
 // CheckHeads is CheckRows for a first operand of the heads of tokens.
 func CheckHeads(op, name string, t *dlpack.Tensor) error {
 	k := check{op: op}
 	k.heads(name, t, typeFloat.narrow)
-	if k.err != nil {
-		return k.err
+	return k.failure()
+}
+
+// failure is nil if nothing was refused.
+func (k *check) failure() error {
+	if k.err == nil { // a nil *Error would be an error
+		return nil
 	}
-	return nil
+	return k.err
 }
 
 // AllocateOutput allocates memory of a CUDA device for an output that outlives the call. stream is the stream

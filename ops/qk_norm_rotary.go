@@ -12,26 +12,21 @@ import (
 const mostNormalized = 512
 
 func (a *qkNormRotaryForward) call() kernels.QKNormRotary {
+	rotation := rotaryForward{a.Q, a.K, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.QOut, a.KOut, a.Offset, a.Interleaved,
+		a.PerElement, a.RoundProducts, a.Choice}
 	return kernels.QKNormRotary{
-		Rotary: kernels.Rotary{
-			Q: a.Q, K: a.K, QOut: a.QOut, KOut: a.KOut, Cos: a.Cos, Sin: a.Sin, Offset: a.Offset, Offsets: a.Offsets,
-			CuSeqlens: a.CuSeqlens, Interleaved: a.Interleaved, PerElement: a.PerElement, Round: a.RoundProducts,
-		},
-		QWeight: a.QWeight, KWeight: a.KWeight, Eps: a.Eps, WeightOffset: a.WeightOffset,
+		Rotary: rotation.call(), QWeight: a.QWeight, KWeight: a.KWeight, Eps: a.Eps, WeightOffset: a.WeightOffset,
 		RoundNormalized: a.RoundNormalized,
 	}
 }
 
 func (a *qkNormRotaryBackward) call() kernels.QKNormRotary {
-	return kernels.QKNormRotary{
-		Rotary: kernels.Rotary{
-			Q: a.Q, K: a.K, QOut: a.DQ, KOut: a.DK, Cos: a.Cos, Sin: a.Sin, Offset: a.Offset, Offsets: a.Offsets,
-			CuSeqlens: a.CuSeqlens, Interleaved: a.Interleaved, PerElement: a.PerElement, Round: a.RoundProducts,
-			Backward: true,
-		},
-		DQOut: a.DQOut, DKOut: a.DKOut, QWeight: a.QWeight, KWeight: a.KWeight, DQWeight: a.DQWeight,
-		DKWeight: a.DKWeight, Eps: a.Eps, WeightOffset: a.WeightOffset, RoundNormalized: a.RoundNormalized,
-	}
+	r := (&qkNormRotaryForward{a.Q, a.K, a.QWeight, a.KWeight, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.DQ, a.DK,
+		a.Offset, a.Interleaved, a.PerElement, a.Eps, a.WeightOffset, a.RoundNormalized, a.RoundProducts,
+		a.Choice}).call()
+	r.Backward = true
+	r.DQOut, r.DKOut, r.DQWeight, r.DKWeight = a.DQOut, a.DKOut, a.DQWeight, a.DKWeight
+	return r
 }
 
 func (a *qkNormRotaryForward) refuse(k *check)  { k.qkNormRotary(a.call()) }
@@ -62,7 +57,6 @@ func (a *qkNormRotaryBackward) host() error { r := a.call(); return cpu.QKNormRo
 func (a *qkNormRotaryForward) cuda(c *Call, ordinal int32) error {
 	return c.qkNormRotary(ordinal, a.call())
 }
-
 func (a *qkNormRotaryBackward) cuda(c *Call, ordinal int32) error {
 	return c.qkNormRotary(ordinal, a.call())
 }

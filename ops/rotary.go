@@ -18,11 +18,10 @@ func (a *rotaryForward) call() kernels.Rotary {
 }
 
 func (a *rotaryBackward) call() kernels.Rotary {
-	return kernels.Rotary{
-		Q: a.DQOut, K: a.DKOut, QOut: a.DQ, KOut: a.DK, Cos: a.Cos, Sin: a.Sin, Offset: a.Offset,
-		Offsets: a.Offsets, CuSeqlens: a.CuSeqlens, Interleaved: a.Interleaved, PerElement: a.PerElement,
-		Round: a.RoundProducts, Backward: true,
-	}
+	r := (&rotaryForward{a.DQOut, a.DKOut, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.DQ, a.DK, a.Offset, a.Interleaved,
+		a.PerElement, a.RoundProducts, a.Choice}).call()
+	r.Backward = true
+	return r
 }
 
 func (a *rotaryForward) refuse(k *check)  { k.rotary(a.call()) }
@@ -92,13 +91,8 @@ func rotaryOnHost(r kernels.Rotary) error {
 	return cpu.Rotary(&r, workers())
 }
 
-func (a *rotaryForward) cuda(c *Call, ordinal int32) error {
-	return c.rotary(ordinal, a.call())
-}
-
-func (a *rotaryBackward) cuda(c *Call, ordinal int32) error {
-	return c.rotary(ordinal, a.call())
-}
+func (a *rotaryForward) cuda(c *Call, ordinal int32) error  { return c.rotary(ordinal, a.call()) }
+func (a *rotaryBackward) cuda(c *Call, ordinal int32) error { return c.rotary(ordinal, a.call()) }
 
 // rotary launches forward or backward.
 func (c *Call) rotary(ordinal int32, r kernels.Rotary) error {
