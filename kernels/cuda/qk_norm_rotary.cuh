@@ -21,41 +21,6 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {
   return v;
 }
 
-// Where a thread's elements of an item lie in a head.
-template <int E>
-struct Item {
-  int pair, first, second;
-  bool there, rotates, has_second;
-  __device__ __forceinline__ Item(const RotaryArgs& args, int item) {
-    const int half = args.rotated / 2, pairs = half / E;
-    there = item < args.items;
-    rotates = item < pairs;
-    pair = item * E;
-    first = rotates ? args.interleaved ? 2 * pair : pair : args.rotated + 2 * E * (item - pairs);
-    second = first + (rotates && !args.interleaved ? half : E);
-    has_second = there && second < args.cols;
-  }
-};
-
-// A token, and one of its heads. Threads that have none take part in exchanges all the same.
-struct HeadPlace {
-  int64_t token, sequence, in_sequence;
-  int head;  // of q, or behind those of k
-  bool there;
-  __device__ __forceinline__ HeadPlace(const RotaryArgs& args, int64_t index) {
-    if (index >> 32) token = index / args.heads;  // a division of 64 bits takes five times as long
-    else token = static_cast<unsigned>(index) / static_cast<unsigned>(args.heads);
-    there = token < args.total;
-    if (!there) token = 0;
-    head = static_cast<int>(index - token * args.heads);
-    sequence = token / args.tokens;
-    in_sequence = token - sequence * args.tokens;
-  }
-  __device__ __forceinline__ int64_t at(const HeadStrides& s, int of) const {
-    return sequence * s.sequence + in_sequence * s.token + of * s.head;
-  }
-};
-
 // weight + offset for an item's elements, 1 without a weight.
 template <int E>
 __device__ __forceinline__ void load_weights(const QKNormRotaryArgs& args, bool of_k, Item<E> item,
@@ -76,15 +41,7 @@ template <class T, int E>
 __device__ __forceinline__ void turn(const RotaryArgs& args, Place place, Item<E> item, float (&a)[E],
                                      float (&b)[E]) {
   if (!item.rotates || place.position < 0) return;
-  const Rotation<E> r = rotation_at<E>(args, place, item.pair, item.first, item.second);
-  as_pairs(args.interleaved, a, b);
-#pragma unroll
-  for (int i = 0; i < E; i++) {
-    const float u = sum_of_products<T>(a[i], r.c1[i], b[i], r.s1[i], args.round);
-    b[i] = sum_of_products<T>(b[i], r.c2[i], a[i], r.s2[i], args.round);
-    a[i] = u;
-  }
-  from_pairs(args.interleaved, a, b);
+  turn<T>(args, rotation_at<E>(args, place, item.pair, item.first, item.second), a, b);
 }
 
 // 1 / sqrt(mean of squares + eps) of a head whose elements are 0 where there are none.
@@ -110,9 +67,9 @@ __device__ __forceinline__ void qk_norm_rotate_body(const QKNormRotaryArgs& args
   Elements<T, E> a[V][P], b[V][P];
 #pragma unroll
   for (int v = 0; v < V; v++) {
-    const HeadPlace at(args, group * V + v);
-    const int of_k = at.head - args.q_heads;
-    const T* x = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, at.head)
+    const PartOfToken at(args, group * V + v, args.heads);
+    const int of_k = at.part - args.q_heads;
+    const T* x = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, at.part)
                           : static_cast<const T*>(args.k) + at.at(args.k_strides, of_k);
 #pragma unroll
     for (int p = 0; p < P; p++) {
@@ -123,12 +80,12 @@ __device__ __forceinline__ void qk_norm_rotate_body(const QKNormRotaryArgs& args
   }
 #pragma unroll
   for (int v = 0; v < V; v++) {
-    const HeadPlace at(args, group * V + v);
+    const PartOfToken at(args, group * V + v, args.heads);
     const float rstd = rstd_of(args, a[v], b[v]);
     if (!at.there) continue;
-    const int of_k = at.head - args.q_heads;
+    const int of_k = at.part - args.q_heads;
     const Place place = place_of(args, at.token);
-    T* y = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.head)
+    T* y = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.part)
                     : static_cast<T*>(args.k_out) + at.at(args.k_out_strides, of_k);
 #pragma unroll
     for (int p = 0; p < P; p++) {
@@ -162,11 +119,11 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
   const int64_t heads = args.total * args.heads;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < heads;
        first += static_cast<int64_t>(gridDim.x) * groups) {
-    const HeadPlace at(args, first + threadIdx.x / lanes);
-    const int of_k = at.head - args.q_heads;
-    const T* x = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, at.head)
+    const PartOfToken at(args, first + threadIdx.x / lanes, args.heads);
+    const int of_k = at.part - args.q_heads;
+    const T* x = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, at.part)
                           : static_cast<const T*>(args.k) + at.at(args.k_strides, of_k);
-    const T* dy = of_k < 0 ? static_cast<const T*>(args.dq_out) + at.at(args.dq_out_strides, at.head)
+    const T* dy = of_k < 0 ? static_cast<const T*>(args.dq_out) + at.at(args.dq_out_strides, at.part)
                            : static_cast<const T*>(args.dk_out) + at.at(args.dk_out_strides, of_k);
     Elements<T, E> a[P], b[P], c[P], d[P];
 #pragma unroll
@@ -202,7 +159,7 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
       }
     }
     const float mean = sum_of_lanes(product, lanes) * args.inv_n;
-    T* dx = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.head)
+    T* dx = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.part)
                      : static_cast<T*>(args.k_out) + at.at(args.k_out_strides, of_k);
     if (!at.there || (of_k >= 0 && args.k_out == nullptr)) continue;
 #pragma unroll

@@ -144,65 +144,93 @@ struct Elements {
   }
 };
 
+// Where a thread's elements of an item lie in a head: two vectors of pairs, or behind those two that are
+// copied.
+template <int E>
+struct Item {
+  int pair, first, second;
+  bool there, rotates, has_second;
+  __device__ __forceinline__ Item(const RotaryArgs& args, int item) {
+    const int half = args.rotated / 2, pairs = half / E;
+    there = item < args.items;
+    rotates = item < pairs;
+    pair = item * E;
+    first = rotates ? args.interleaved ? 2 * pair : pair : args.rotated + 2 * E * (item - pairs);
+    second = first + (rotates && !args.interleaved ? half : E);
+    has_second = there && second < args.cols;
+  }
+};
+
+// A token, and one of as many parts as each token has. Threads that have none take part in exchanges all the
+// same.
+struct PartOfToken {
+  int64_t token, sequence, in_sequence;
+  int part;
+  bool there;
+  __device__ __forceinline__ PartOfToken(const RotaryArgs& args, int64_t index, unsigned per_token) {
+    if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
+    else token = static_cast<unsigned>(index) / per_token;
+    there = token < args.total;
+    if (!there) token = 0;
+    part = static_cast<int>(index - token * per_token);
+    sequence = token / args.tokens;
+    in_sequence = token - sequence * args.tokens;
+  }
+  __device__ __forceinline__ int64_t at(const HeadStrides& s, int head) const {
+    return sequence * s.sequence + in_sequence * s.token + head * s.head;
+  }
+};
+
+// Rotates pairs of a head's elements.
+template <class T, int E>
+__device__ __forceinline__ void turn(const RotaryArgs& args, const Rotation<E>& r, float (&a)[E],
+                                     float (&b)[E]) {
+  as_pairs(args.interleaved, a, b);
+#pragma unroll
+  for (int i = 0; i < E; i++) {
+    const float u = sum_of_products<T>(a[i], r.c1[i], b[i], r.s1[i], args.round);
+    b[i] = sum_of_products<T>(b[i], r.c2[i], a[i], r.s2[i], args.round);
+    a[i] = u;
+  }
+  from_pairs(args.interleaved, a, b);
+}
+
 template <class T, int V, bool Unaligned>
 __device__ __forceinline__ void rotary_body(const RotaryArgs& args) {
   constexpr int E = Unaligned ? 1 : kElements<T>;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kChunkThreads + threadIdx.x;
-  const unsigned per_token = args.groups * args.items;
-  int64_t token;
-  if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
-  else token = static_cast<unsigned>(index) / per_token;
-  if (token >= args.total) return;
-  const unsigned in_token = static_cast<unsigned>(index - token * per_token);
-  const int group = in_token / args.items, item = in_token - group * args.items;
-
-  // The thread's two vectors of each head: of pairs, or behind those of two that are copied.
-  const int half = args.rotated / 2, pairs = half / E;
-  const bool rotates = item < pairs;
-  const int pair = item * E, beside = rotates && !args.interleaved ? half : E;
-  const int first = rotates ? args.interleaved ? 2 * pair : pair : args.rotated + 2 * E * (item - pairs);
-  const int second = first + beside;
-  const bool has_second = second < args.cols;
-
-  const int64_t sequence = token / args.tokens, in_sequence = token - sequence * args.tokens;
-  const int64_t q = sequence * args.q_strides.sequence + in_sequence * args.q_strides.token;
-  const int64_t k = sequence * args.k_strides.sequence + in_sequence * args.k_strides.token;
-  const int64_t q_out = sequence * args.q_out_strides.sequence + in_sequence * args.q_out_strides.token;
-  const int64_t k_out = sequence * args.k_out_strides.sequence + in_sequence * args.k_out_strides.token;
+  const PartOfToken at(args, index, args.groups * args.items);
+  if (!at.there) return;
+  const int group = static_cast<unsigned>(at.part) / args.items;
+  const Item<E> item(args, at.part - group * args.items);
 
   Elements<T, E> a[V], b[V];
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int head = group + i * args.groups, of_k = head - args.q_heads;
-    const T* p = of_k < 0 ? static_cast<const T*>(args.q) + q + head * args.q_strides.head
-                          : static_cast<const T*>(args.k) + k + of_k * args.k_strides.head;
-    a[i].load_if(head < args.heads, p + first);
-    b[i].load_if(head < args.heads && has_second, p + second);
+    const T* p = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, head)
+                          : static_cast<const T*>(args.k) + at.at(args.k_strides, of_k);
+    a[i].load_if(head < args.heads, p + item.first);
+    b[i].load_if(head < args.heads && item.has_second, p + item.second);
   }
-  const Place place = rotates ? place_of(args, token) : Place{0, -1};
+  const Place place = item.rotates ? place_of(args, at.token) : Place{0, -1};
   const bool turns = place.position >= 0;
   Rotation<E> r;
-  if (turns) r = rotation_at<E>(args, place, pair, first, second);
+  if (turns) r = rotation_at<E>(args, place, item.pair, item.first, item.second);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int head = group + i * args.groups, of_k = head - args.q_heads;
     if (head >= args.heads) break;
     if (turns) {
-      float x[E], y[E], u[E], v[E];
+      float x[E], y[E];
       a[i].get(x), b[i].get(y);
-      as_pairs(args.interleaved, x, y);
-#pragma unroll
-      for (int j = 0; j < E; j++) {
-        u[j] = sum_of_products<T>(x[j], r.c1[j], y[j], r.s1[j], args.round);
-        v[j] = sum_of_products<T>(y[j], r.c2[j], x[j], r.s2[j], args.round);
-      }
-      from_pairs(args.interleaved, u, v);
-      a[i].set(u), b[i].set(v);
+      turn<T>(args, r, x, y);
+      a[i].set(x), b[i].set(y);
     }
-    T* p = of_k < 0 ? static_cast<T*>(args.q_out) + q_out + head * args.q_out_strides.head
-                    : static_cast<T*>(args.k_out) + k_out + of_k * args.k_out_strides.head;
-    a[i].store(p + first);
-    if (has_second) b[i].store(p + second);
+    T* p = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, head)
+                    : static_cast<T*>(args.k_out) + at.at(args.k_out_strides, of_k);
+    a[i].store(p + item.first);
+    if (item.has_second) b[i].store(p + item.second);
   }
 }
 
