@@ -205,6 +205,7 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
 
 // The weights' gradients: a warp sums a column of (partial_rows, 2, N).
 __device__ __forceinline__ void qk_norm_weights_body(const QKNormRotaryArgs& args) {
+  wait_for_previous_launch();
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int column = blockIdx.x * (kChunkThreads / 32) + warp;
   if (column >= 2 * args.cols) return;

@@ -4,7 +4,8 @@
 //	checksass FOLDER-OF-CUOBJDUMP-AND-NVDISASM FOLDER-OF-IMAGES
 //
 // No kernel may access local memory, which holds spilled registers and arrays on the stack. Rows must be read
-// and written with 16-byte vectors or bulk copies.
+// and written with 16-byte vectors or bulk copies. A kernel that is launched after another one of the same
+// call, and may start before that has ended, must wait for it.
 package main
 
 import (
@@ -38,8 +39,8 @@ func main() {
 			count++
 		}
 	}
-	fmt.Printf("%d kernels for %s: rows move in 16-byte vectors or bulk copies, none through local memory\n",
-		count, arch)
+	fmt.Printf("%d kernels for %s: rows move in 16-byte vectors or bulk copies, none through local memory, and "+
+		"later launches wait for those before\n", count, arch)
 }
 
 // check returns all problems, joined.
@@ -166,6 +167,12 @@ func expected(v *kernels.Variant) (least moves) {
 	if op.writes && v.Shape != kernels.Partial {
 		least.stores = v.Vectors
 	}
+	switch v.Shape {
+	case kernels.Finish, kernels.Apply, kernels.Columns: // the launch before has made what they read
+		if !comesFirst(v.Op) {
+			least.waits = 1
+		}
+	}
 	switch {
 	// A thread processes one column, or one pair of a head, whatever its alignment.
 	case v.Unaligned && (v.Shape == kernels.Columns || ofHeads(v.Op)):
@@ -175,6 +182,15 @@ func expected(v *kernels.Variant) (least moves) {
 		least.loads = min(least.loads, v.Vectors)
 	}
 	return least
+}
+
+// comesFirst tells whether a kernel of an op that combines results, or clears memory, is a call's first.
+func comesFirst(op kernels.Op) bool {
+	switch op {
+	case kernels.Denominator, kernels.SoftmaxClear, kernels.RMSNormClear, kernels.CombineSlices:
+		return true
+	}
+	return false
 }
 
 // ofHeads tells whether an op works on the heads of tokens.
@@ -187,6 +203,7 @@ func ofHeads(op kernels.Op) bool {
 type moves struct {
 	loads, stores, copies int // LDG.E.128 or, into shared memory, LDGSTS.E.128; STG.E.EF.128; UBLKCP
 	narrow                int // streaming stores of less than 16 bytes
+	waits                 int // ACQBULK: griddepcontrol.wait
 	local                 int // LDL, STL
 }
 
@@ -199,6 +216,8 @@ func (m *moves) count(instruction string) {
 		m.local++
 	case operation == "UBLKCP":
 		m.copies++
+	case operation == "ACQBULK":
+		m.waits++
 	case (operation == "LDG" || operation == "LDGSTS") && wide:
 		m.loads++
 	case operation == "STG" && streams && wide:
@@ -219,6 +238,7 @@ func (m moves) against(least moves, narrow bool) (problems []string) {
 	atLeast("loads LDG.E.128 or LDGSTS.E.128 of rows", m.loads, least.loads)
 	atLeast("stores STG.E.EF.128 of rows", m.stores, least.stores)
 	atLeast("bulk copies UBLKCP of rows", m.copies, least.copies)
+	atLeast("waits ACQBULK for the launch before", m.waits, least.waits)
 	if m.narrow > 0 && !narrow {
 		problems = append(problems, fmt.Sprintf("writes rows in less than 16 bytes, %d times", m.narrow))
 	}
