@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from .._backend import BACKENDS, backend_of
@@ -62,17 +63,11 @@ def rotary(
     if ops is None:
         return overridden(rotary, locals())
     options = dict(interleaved=interleaved, round_products=rounds(casting_mode))
+    call = ops.rotary_ if inplace else ops.rotary
     try:
-        _check_heads(q, k)
-        options["per_element"] = len(getattr(cos, "shape", ())) != 2
-        tokens_first = [x if x is None else ops.turned(x) for x in (q, k)]
-        if inplace:
-            ops.rotary_(*tokens_first, cos, sin, **options)
-            return q, k
-        turned = ops.rotary(*tokens_first, cos, sin, **options, needs_k_out=k is not None)
+        return _rotated(ops, call, (q, k), (), (cos, sin), inplace, options)
     except FAILURES as error:
         raise ops.explained(error, q=q, k=k, cos=cos, sin=sin) from None
-    return ops.turned(turned[0]), None if k is None else ops.turned(turned[1])
 
 
 QKCastingMode = Literal["llama", "gemma"]
@@ -132,25 +127,18 @@ def qk_norm_rotary(
     if ops is None:
         return overridden(qk_norm_rotary, locals())
     mode = None if casting_mode is None else code_of("casting_mode", casting_mode, _MODES, "None or ")
-    options: dict[str, Any] = dict(
+    options = dict(
         eps=number("eps", eps),
         weight_offset=number("weight_offset", weight_offset),
         interleaved=interleaved,
         round_normalized=mode == 0,
         round_products=mode is not None,
     )
+    call = ops.qk_norm_rotary_ if inplace else ops.qk_norm_rotary
     try:
-        _check_heads(q, k)
-        options["per_element"] = len(getattr(cos, "shape", ())) != 2
-        turned = [x if x is None else ops.turned(x) for x in (q, k)]
-        if inplace:
-            ops.qk_norm_rotary_(*turned, q_weight, k_weight, cos, sin, **options)
-            return q, k
-        options["needs_k_out"] = k is not None
-        results = ops.qk_norm_rotary(*turned, q_weight, k_weight, cos, sin, **options)
+        return _rotated(ops, call, (q, k), (q_weight, k_weight), (cos, sin), inplace, options)
     except FAILURES as error:
         raise ops.explained(error, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin) from None
-    return ops.turned(results[0]), None if k is None else ops.turned(results[1])
 
 
 _MODES: tuple[QKCastingMode, ...] = ("llama", "gemma")
@@ -213,6 +201,26 @@ def apply_rotary_emb(
         return ops.rotary(x, None, cos, sin, **given)[0]
     except FAILURES as error:
         raise ops.explained(error, names, **tensors) from None
+
+
+def _rotated(
+    ops: Any,
+    call: Callable[..., Any],
+    heads: tuple[Any, Any],
+    weights: tuple[Any, ...],
+    tables: tuple[Any, Any],
+    inplace: bool,
+    options: dict[str, Any],
+) -> tuple[Any, Any]:
+    """q and k by an operator, for which tokens come before heads."""
+    _check_heads(*heads)
+    q, k = (x if x is None else ops.turned(x) for x in heads)
+    options["per_element"] = len(getattr(tables[0], "shape", ())) != 2
+    if inplace:
+        call(q, k, *weights, *tables, **options)
+        return heads
+    results = call(q, k, *weights, *tables, **options, needs_k_out=k is not None)
+    return ops.turned(results[0]), None if k is None else ops.turned(results[1])
 
 
 def _check_heads(q: Any, k: Any) -> None:
