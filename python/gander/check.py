@@ -54,7 +54,19 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
 
     def rotary(x, mask):
         (cos, sin), (a, b, rest) = tables(x, mask), (x[:, :16], x[:, 16:32], x[:, 32:])
-        return xp.concatenate((a * cos - b * sin, b * cos + a * sin, rest), -1)[:, None]
+        return xp.concatenate((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+    def rotary_of_two(q, k, mask):
+        return xp.stack((rotary(q, mask), rotary(k, mask)))
+
+    def qk_norm_rotary(q, k, q_weight, k_weight, mask):
+        return rotary_of_two(rmsnorm(q, q_weight), rmsnorm(k, k_weight), mask)
+
+    def of_heads(function, **options):
+        """Of a head each of queries and keys."""
+        return lambda q, k, *more: xp.concatenate(
+            function(q[None], k[None], *more[:-1], *tables(q, more[-1]), **options)
+        )
 
     def losses(x, target):
         return -log_softmax(x)[list(range(len(x))), target]
@@ -81,8 +93,14 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "gelu_tanh_and_mul": ("pair", gander.gelu_tanh_and_mul, of_halves(geglu_tanh)),
         "apply_rotary_emb": (
             "x mask",  # a head of each token
-            lambda x, mask: gander.apply_rotary_emb(x[:, None], *tables(x, mask)),
+            lambda x, mask: gander.apply_rotary_emb(x[:, None], *tables(x, mask))[:, 0],
             rotary,
+        ),
+        "rotary": ("x mate mask", of_heads(gander.rotary), rotary_of_two),
+        "qk_norm_rotary": (
+            "query key query_weight key_weight mask",
+            of_heads(gander.qk_norm_rotary, eps=1e-6),
+            qk_norm_rotary,
         ),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
@@ -96,7 +114,8 @@ def cast(tensor: Any, xp: Any, dtype: str) -> Any:
 
 def operands(xp: Any, names: str, m: int, n: int, dtype: str, device: str) -> Iterator[Any]:
     sizes = {"x": (m, n), "mate": (m, n), "pair": (m, 2 * n), "mask": (m, n), "target": (m,)}
-    sizes |= {"hidden": (m, 64), "head": (n, 64)}
+    sizes |= {"hidden": (m, 64), "head": (n, 64), "query": (m, 96), "key": (m, 96)}
+    sizes |= {"query_weight": (96,), "key_weight": (96,)}
     change = {"mask": lambda v: v > 0, "target": lambda v: abs(v) * n % n, "head": lambda v: v / 64}
     for seed, name in enumerate(names.split()):
         shape = sizes.get(name, (n,))

@@ -22,6 +22,8 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "gelu_and_mul": ["gelu_and_mul"],
     "gelu_tanh_and_mul": ["gelu_tanh_and_mul"],
     "apply_rotary_emb": ["apply_rotary_emb"],
+    "rotary": ["rotary"],
+    "qk_norm_rotary": ["qk_norm_rotary"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],
@@ -37,7 +39,12 @@ def small(monkeypatch):
 def replaced(monkeypatch, name, change):
     """Passes the results of one of gander's functions through another function."""
     function = getattr(gander, name)
-    monkeypatch.setattr(gander, name, lambda *given, **options: change(function(*given, **options)))
+
+    def changed(*given, **options):
+        found = function(*given, **options)
+        return tuple(map(change, found)) if isinstance(found, tuple) else change(found)
+
+    monkeypatch.setattr(gander, name, changed)
 
 
 def checked(capsys, xp=torch):
@@ -62,7 +69,7 @@ def test_every_function_is_compared():
     """But those that run the operator of another: without a gradient, in place, or to write to `out`."""
     functions = {name: f for name in gander.__all__ if inspect.isfunction(f := getattr(gander, name))}
     first = {name: next(iter(inspect.signature(f).parameters), None) for name, f in functions.items()}
-    computing = {name for name in first if first[name] in ("x", "gate")}
+    computing = {name for name in first if first[name] in ("x", "gate", "q")}
     others = {name for name in computing if name.endswith(("_fwd", "_bwd", "_out"))} | {"fused_add_rmsnorm"}
     assert computing - others == set(FUNCTIONS)
 
