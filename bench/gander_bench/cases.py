@@ -255,7 +255,43 @@ ROTARY = {
     for direction, function in (("forward", _rotary), ("backward", _rotary_backward))
     for name, kind in _ROTARY.items()
 }
-COMPARED = OPERATORS | NORMS | GLU | ROTARY
+
+
+def _qk_norm_inputs(m, n, dtype, device):
+    q, k, *tables = _rotary_inputs(m, n, dtype, device)
+    return q, k, *tables, *(torch.randn(q.shape[-1], dtype=dtype, device=device) for _ in "qk")
+
+
+def _qk_norm_backward_inputs(m, n, dtype, device):
+    q, k, *more = _qk_norm_inputs(m, n, dtype, device)
+    return q, k, *more, torch.randn_like(q), torch.randn_like(k)
+
+
+def _qk_norm_rotary(q, k, cos, sin, q_weight, k_weight):
+    """As Qwen3 has it: RMSNorm of each head, then rotary."""
+    normed = [F.rms_norm(x, w.shape, w, EPS) for x, w in ((q, q_weight), (k, k_weight))]
+    return _rotary(*normed, cos, sin)
+
+
+def _qk_norm_rotary_backward(q, k, cos, sin, q_weight, k_weight, dq, dk):
+    dx, dw = [], []
+    turned = _rotary_backward(dq, dk, cos, sin)
+    for x, weight, dout in zip((q, k), (q_weight, k_weight), turned, strict=True):
+        heads = x.flatten(0, 1)
+        rstd = (heads.square().mean(-1) + EPS).rsqrt()
+        gradient, total = _rmsnorm_backward(heads, weight, dout.flatten(0, 1), rstd)
+        dx.append(gradient.view(x.shape)), dw.append(total)
+    return *dx, *dw
+
+
+# Rotary of normalized heads, in the same section. Tables and weights are shared by all heads of a token.
+QK_NORM = {
+    "qk_norm_rotary_forward": Operator("rw", _qk_norm_inputs, _qk_norm_rotary, (4, 5), checked=2),
+    "qk_norm_rotary_backward": Operator(
+        "rrw", _qk_norm_backward_inputs, _qk_norm_rotary_backward, (4, 5), checked=2
+    ),
+}
+COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -416,6 +452,16 @@ def _torch_rotary_backward(interleaved):
     return prepare
 
 
+def _qk_norm_rotary_gradient(function):
+    def prepare(q, k, cos, sin, q_weight, k_weight, dq, dk):
+        def forward(q, k, q_weight, k_weight):
+            return function(q, k, cos, sin, q_weight, k_weight)
+
+        return _backward_of(forward, (q, k, q_weight, k_weight), (dq, dk))
+
+    return prepare
+
+
 def _losses(x, target):
     return F.cross_entropy(x, target, reduction="none")
 
@@ -451,6 +497,8 @@ def _torch():
             "swiglu_forward": _tuple(_swiglu),
             "swiglu_backward": lambda gate, up, dy: _backward_of(_swiglu, (gate, up), dy),
             "fused_add_rmsnorm": _in_place(_add_rmsnorm_in_place),
+            "qk_norm_rotary_forward": _direct(_qk_norm_rotary),
+            "qk_norm_rotary_backward": _qk_norm_rotary_gradient(_qk_norm_rotary),
         }
         | _of_rotary("forward", lambda i: _direct(_as_in_models(_rotary, interleaved=i)))
         | _of_rotary("backward", _torch_rotary_backward),
@@ -475,6 +523,11 @@ def _float_norm_backward(backward):
         return dx.to(x.dtype), *(total.to(weight.dtype) for total in sums)
 
     return function
+
+
+def _float_qk_norm_rotary_backward(q, *more):
+    """In float32, with results in q's dtype."""
+    return tuple(t.to(q.dtype) for t in _qk_norm_rotary_backward(q.float(), *(t.float() for t in more)))
 
 
 def _float_loss_gradient(x, target):
@@ -546,6 +599,8 @@ def _torch_compile():
             "swiglu_forward": _compiled(lambda *inputs: (_swiglu(*inputs),)),
             "swiglu_backward": _compiled(_float_swiglu_backward),
             "fused_add_rmsnorm": _compiled_in_place(_add_rmsnorm_in_place),
+            "qk_norm_rotary_forward": _compiled(_qk_norm_rotary),
+            "qk_norm_rotary_backward": _compiled(_float_qk_norm_rotary_backward),
         }
         | _of_rotary("forward", lambda i: _compiled(_as_in_models(_rotary, interleaved=i)))
         | _of_rotary("backward", lambda i: _compiled(_as_in_models(_rotary_backward, interleaved=i))),
@@ -555,6 +610,23 @@ def _torch_compile():
 def _gander_rotary_backward(interleaved):
     options = {"interleaved": interleaved, "per_element": True, "needs_dk": True}
     return _direct(functools.partial(torch.ops.gander.rotary_bwd, **options))
+
+
+def _gander_qk_norm_rotary(q, k, cos, sin, q_weight, k_weight):
+    def normed(q, k, cos, sin):
+        return gander.qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, EPS)
+
+    return _as_in_models(normed)(q, k, cos, sin)
+
+
+def _gander_qk_norm_rotary_backward(q, k, cos, sin, q_weight, k_weight, dq, dk):
+    more = {
+        "per_element": True,
+        "eps": EPS,
+        **dict.fromkeys(("needs_dk", "needs_dq_weight", "needs_dk_weight"), True),
+    }
+    operands = q, k, q_weight, k_weight, cos, sin, None, None, dq, dk
+    return torch.ops.gander.qk_norm_rotary_bwd(*operands, **more)
 
 
 def _gander():
@@ -588,9 +660,27 @@ def _gander():
             "swiglu_forward": _tuple(gander.swiglu),
             "swiglu_backward": _direct(torch.ops.gander.glu_bwd),
             "fused_add_rmsnorm": _in_place(functools.partial(gander.fused_add_rmsnorm, eps=EPS)),
+            "qk_norm_rotary_forward": _direct(_gander_qk_norm_rotary),
+            "qk_norm_rotary_backward": _direct(_gander_qk_norm_rotary_backward),
         }
         | _of_rotary("forward", lambda i: _direct(_as_in_models(gander.rotary, interleaved=i)))
         | _of_rotary("backward", _gander_rotary_backward),
+    )
+
+
+def _gander_apart():
+    """The norms of heads, then rotary: what qk_norm_rotary does in one pass."""
+
+    def function(q, k, cos, sin, q_weight, k_weight):
+        normed = [gander.rmsnorm(x, w, eps=EPS) for x, w in ((q, q_weight), (k, k_weight))]
+        return _as_in_models(gander.rotary)(*normed, cos, sin)
+
+    return Provider(
+        {},
+        {
+            "qk_norm_rotary_forward": _direct(function),
+            "qk_norm_rotary_backward": _qk_norm_rotary_gradient(function),
+        },
     )
 
 
@@ -903,6 +993,7 @@ _PROVIDERS = {
     "torch": (_torch, "torch"),
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
+    "gander-apart": (_gander_apart, None),
     "gander-two-passes": (_gander_two_passes, None),
     "gander-upstream": (_gander_upstream, None),
     "gander-remember": (_gander_remember, None),

@@ -46,6 +46,8 @@ TITLES = {
     "rotary_partial_backward": "rotary of half of the columns, backward",
     "rotary_interleaved_forward": "rotary interleaved, forward",
     "rotary_interleaved_backward": "rotary interleaved, backward",
+    "qk_norm_rotary_forward": "RMSNorm of each head and rotary, forward",
+    "qk_norm_rotary_backward": "RMSNorm of each head and rotary, backward (dq, dk, dw)",
 }
 
 

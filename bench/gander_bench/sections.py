@@ -21,6 +21,7 @@ from .cases import (
     NORMS,
     OPERATORS,
     PROVIDERS,
+    QK_NORM,
     ROTARY,
     double,
     nan_last,
@@ -322,16 +323,20 @@ def glu(options: Options) -> Iterator[Point]:
 def _rotary_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
     operator = ALL[op]
     torch.manual_seed(0)
-    q, k, *tables = inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
+    inputs = operator.inputs(m, n, DTYPES[dtype], "cuda")
     calls, results = _prepare(providers, op, inputs, m)
-    # Heads are read and written, both tables are read: as if one of them were read and written.
-    moved = torch.cat([t.flatten() for t in (q, k, tables[0])])
-    return _beside_the_limit(options, operator.traffic, [moved], calls, results)
+    # Heads are read and written, both tables are read: as if one of them were read and written. Backward of
+    # normalized heads reads as many gradients.
+    q, k, cos, *_ = inputs
+    moved = torch.cat([t.flatten() for t in (q, k, cos)])
+    read = [moved, *(moved.clone() for _ in range(operator.traffic.count("r") - 1))]
+    return _beside_the_limit(options, operator.traffic, read, calls, results)
 
 
 def rotary(options: Options) -> Iterator[Point]:
-    """Rotary embeddings of queries and keys. Each run is a process of its own, as with models."""
-    for op in options.operators or ROTARY:
+    """Rotary embeddings of queries and keys, as they are and normalized. Each run is a process of its own, as
+    with models."""
+    for op in options.operators or ROTARY | QK_NORM:
         for dtype in options.dtypes or ("bfloat16", "float32"):
             for m, n in options.shapes or TOKENS:
                 name = {"section": "rotary", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}

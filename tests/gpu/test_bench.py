@@ -27,10 +27,10 @@ def test_plain_kernels_move_each_tensor(traffic):
         assert all(torch.equal(tensor, want) for tensor in written), name
 
 
-@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY)
+@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY | cases.QK_NORM)
 def test_points_by_shape(op):
     options = sections.Options(("torch", "gander"), (op,), ("bfloat16", "float16"), ((33, 512),), seconds=0)
-    for point in (sections.rotary if op in cases.ROTARY else sections.norms)(options):
+    for point in (sections.norms if op in cases.NORMS else sections.rotary)(options):
         figures = point.measure()
         assert figures["limit"]["us"] > 0
         assert all(figures["results"][name]["ratio"] > 0 for name in options.providers), figures

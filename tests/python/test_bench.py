@@ -50,10 +50,13 @@ def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+OF_HEADS = cases.ROTARY | cases.QK_NORM
+
+
 def inputs_of(op, dtype):
     """Of a few rows of an odd length, or tokens with four heads of queries and one of keys, of 8 columns."""
     torch.manual_seed(0)
-    return cases.ALL[op].inputs(5, 40 if op in cases.ROTARY else 33, dtype, "cpu")
+    return cases.ALL[op].inputs(5, 40 if op in OF_HEADS else 33, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -82,7 +85,7 @@ def test_formulas_for_torch_compile_compute_the_operator(op, monkeypatch):
     inputs = inputs_of(op, torch.float32)
     results = cases._torch_compile().operators[op](*inputs)()
     wanted = cases.COMPARED[op].reference(*cases.double(inputs))
-    checked = len(wanted) if op in cases.NORMS | cases.ROTARY else 1
+    checked = len(wanted) if op in cases.NORMS | OF_HEADS else 1
     for got, want in zip(results[:checked], wanted[:checked], strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -94,6 +97,18 @@ def test_rotary_backward_is_the_gradient_of_forward(op):
     call = cases._backward_of(lambda q, k: forward(q, k, *tables), (dq, dk), (dq, dk))
     for got, want in zip(call(), cases.ROTARY[op].reference(dq, dk, *tables), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["torch", "gander", "gander-apart"])
+def test_gradients_of_normalized_heads_are_those_of_autograd(name):
+    inputs = inputs_of("qk_norm_rotary_backward", torch.float64)
+    want = cases._qk_norm_rotary_gradient(cases._qk_norm_rotary)(*inputs)()
+    for got in (
+        cases.QK_NORM["qk_norm_rotary_backward"].reference(*inputs),
+        cases.provider(name).operators["qk_norm_rotary_backward"](*inputs)(),
+    ):
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, other)
 
 
 def test_heads_are_those_of_models():
@@ -458,22 +473,25 @@ def measured_on_the_cpu(monkeypatch, operators):
 
 def test_points_of_rotary(command, monkeypatch):
     """The command from end to end. The limit moves all heads, and one table for the two that are read."""
-    moved = measured_on_the_cpu(monkeypatch, cases.ROTARY)
-    chosen = ["--shapes", "3x40", "--dtypes", "bfloat16", "--providers", "torch,gander"]
+    moved = measured_on_the_cpu(monkeypatch, OF_HEADS)
+    chosen = ["--shapes", "3x40", "--dtypes", "bfloat16", "--providers", "torch,gander,gander-apart"]
     result = command("rotary", *chosen, "--out", "a")
     assert result.exit_code == 0, result.output
     found = lines("a")
-    assert [record["op"] for record in found] == list(cases.ROTARY)
-    for record, (traffic, (tensor,)) in zip(found, moved, strict=True):
+    assert [record["op"] for record in found] == list(OF_HEADS)
+    for record, (traffic, (tensor, *more)) in zip(found, moved, strict=True):
         table = 3 * (4 if "partial" in record["op"] else 8)
-        assert traffic == "rw" and tensor.numel() == 3 * 40 + table
+        assert traffic == ("rrw" if more else "rw") and tensor.numel() == 3 * 40 + table
+        assert bool(more) == (record["op"] == "qk_norm_rotary_backward")
+        assert ("gander-apart" in record["results"]) == (record["op"] in cases.QK_NORM)
         assert all(figures["off"] < 2e-2 and figures["us"] for figures in record["results"].values())
         us = record["results"]["torch"]["us"]
-        assert record["results"]["torch"]["tbps"] == round(4 * tensor.numel() / us / 1e6, 4)
+        bytes_moved = len(traffic) * 2 * tensor.numel()
+        assert record["results"]["torch"]["tbps"] == round(bytes_moved / us / 1e6, 4)
     shown = command("--report", "a", "--no-plots")
     assert shown.exit_code == 0 and "Rotary embeddings: rotary of half of the columns" in shown.output
     points = list(sections.rotary(sections.Options(("torch", "gander"), run=2)))
-    assert len(points) == len(cases.ROTARY) * 2 * len(sections.TOKENS)
+    assert len(points) == len(OF_HEADS) * 2 * len(sections.TOKENS)
     assert len({records.key(point.name) for point in points}) == len(points)
 
 
