@@ -6,6 +6,7 @@ import gander
 import masked
 import norms
 import pytest
+import qk_norm_rotary
 import rotary
 import torch
 import torch.nn.functional as F
@@ -306,6 +307,20 @@ def test_rotary(dtype, interleaved, layout):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_rotary_positions(dtype, columns, width):
     rotary.check_positions(columns, width, dtype)
+
+
+@pytest.mark.parametrize("layout", rotary.LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_qk_norm_rotary(dtype, interleaved, layout):
+    """Rotary embeddings of normalized queries and keys, with all gradients and in place."""
+    for size in qk_norm_rotary.SIZES:
+        qk_norm_rotary.check(size, dtype, layout, interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_captured_qk_norm_rotary(dtype):
+    qk_norm_rotary.check_capture(dtype)
 
 
 @pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])

@@ -2,6 +2,7 @@
 
 import gander
 import pytest
+import qk_norm_rotary
 import rotary
 import torch
 import torch.nn.functional as F
@@ -168,6 +169,31 @@ def test_rotary(layout, columns, interleaved):
     del back
     gander.rotary(q, k, *tables, interleaved, inplace=True)
     assert same_bits(q, results[0]) and same_bits(k, results[1])
+
+
+# More heads than 2^31 / 32, so that there are more threads than 32 bits count, and elements than 2^31.
+@gib(60)
+@pytest.mark.parametrize("columns", [32, 29])
+@pytest.mark.parametrize("layout", [rotary.tokens_first, rotary.heads_first], ids=lambda f: f.__name__)
+def test_qk_norm_rotary(layout, columns):
+    tokens, of_q, of_k = 2400000, 32, 2
+    q, k = (layout(filled((1, tokens, heads, columns), torch.bfloat16)) for heads in (of_q, of_k))
+    assert q.numel() > LIMIT
+    weights = [torch.rand(columns, device="cuda") for _ in "qk"]
+    tables = torch.randn(2, tokens, columns // 2, device="cuda").unbind()
+    border = LIMIT // (of_q * columns)
+    few = [0, 1, border - 1, border, border + 1, tokens - 2, tokens - 1]
+    function = qk_norm_rotary.of_gander(tables, False)
+    small = [x[:, :, few].contiguous() for x in (q, k)]
+    some = qk_norm_rotary.of_gander([t[few] for t in tables], False)
+    results = function(q, k, *weights)
+    for got, want in zip(results, some(*small, *weights), strict=True):
+        assert same_bits(got[:, :, few].contiguous(), want.contiguous())
+    found = qk_norm_rotary.results_of(function, [q, k, *weights], results)
+    least = qk_norm_rotary.results_of(some, [*small, *weights], [y[:, :, few] for y in results])
+    for got, want in zip(found[2:4], least[2:4], strict=True):
+        assert same_bits(got[:, :, few].contiguous(), want.contiguous())
+    assert all(dw.isfinite().all() for dw in found[4:])
 
 
 @gib(40)
