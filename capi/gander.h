@@ -1307,6 +1307,13 @@ int32_t gander_explain(const char* op, int64_t m, int64_t n, DLDataType dtype, D
 int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType dtype, const char* device,
                               int32_t algorithm, int32_t batch_invariant, char* text, size_t capacity);
 
+/* gander_explain for rotary_forward, rotary_backward, qk_norm_rotary_forward and qk_norm_rotary_backward.
+ * heads is how many a token has, of q and of k together, n how many columns each has, all of which are
+ * rotated. Backward of qk_norm_rotary computes the weights' gradients. name: NULL, or that of a GPU as in
+ * gander_explain_device, which then replaces device. */
+int32_t gander_explain_heads(const char* op, int64_t tokens, int64_t heads, int64_t n, DLDataType dtype,
+                             DLDevice device, const char* name, char* text, size_t capacity);
+
 /* A JSON array of an op's algorithms (op as for gander_explain), in the order of gander_algorithm. Each is
  * an object of strings: name, what (it does), limits (which rows it supports). Writes at most capacity
  * bytes, always with a terminating NUL. If that is too little it returns GANDER_ERROR_OPTION. */

@@ -39,6 +39,13 @@ int32_t gander_explain_device(const char* op, int64_t m, int64_t n, DLDataType d
                              batch_invariant, text, capacity);
 }
 
+int32_t gander_explain_heads(const char* op, int64_t tokens, int64_t heads, int64_t n, DLDataType dtype,
+                             DLDevice device, const char* name, char* text, size_t capacity) {
+  GANDER_ENTER();
+  return ganderExplainHeads((void*)op, tokens, heads, n, dtype.code, dtype.bits, dtype.lanes,
+                            (int32_t)device.device_type, device.device_id, (void*)name, text, capacity);
+}
+
 int32_t gander_algorithms(const char* op, char* text, size_t capacity) {
   GANDER_ENTER();
   return ganderAlgorithms((void*)op, text, capacity);

@@ -68,6 +68,18 @@ func ganderExplainDevice(op unsafe.Pointer, m, n int64, code, bits uint8, lanes 
 	})
 }
 
+//export ganderExplainHeads
+func ganderExplainHeads(op unsafe.Pointer, tokens, heads, n int64, code, bits uint8, lanes uint16, deviceType,
+	id int32, name, text unsafe.Pointer, capacity uintptr) int32 {
+	device, gpu := dlpack.Device{Type: dlpack.DeviceType(deviceType), ID: id}, ""
+	if name != nil {
+		gpu = C.GoString((*C.char)(name))
+	}
+	return explain(op, code, bits, lanes, text, capacity, func(op string, t dlpack.DType) (string, error) {
+		return ops.ExplainHeads(op, tokens, heads, n, t, device, gpu)
+	})
+}
+
 // explain writes an answer, truncated to the caller's capacity.
 func explain(op unsafe.Pointer, code, bits uint8, lanes uint16, text unsafe.Pointer, capacity uintptr,
 	ask func(op string, t dlpack.DType) (string, error)) int32 {

@@ -7,7 +7,6 @@ import (
 	"unsafe"
 
 	"github.com/gander-go/gander/internal/driver"
-	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 )
 
@@ -182,7 +181,7 @@ func cudaWarmup(ordinal int32) error {
 	return nil
 }
 
-// cudaExplain describes the kernels that would serve aligned compact rows.
+// cudaExplain describes the kernels that would serve a request.
 func cudaExplain(ordinal int32, r request) (string, error) {
 	d, err := driver.Open(ordinal)
 	if err != nil {
@@ -195,12 +194,8 @@ func cudaExplain(ordinal int32, r request) (string, error) {
 	return explainPlan(facts, r)
 }
 
-// explainPlan describes the kernels of a plan for aligned compact rows.
+// explainPlan describes the kernels of a request's plan.
 func explainPlan(f *driver.Facts, r request) (string, error) {
-	r.layout = policy.Aligned
-	if r.n*r.x.Size()%16 != 0 {
-		r.layout = policy.SameOffset
-	}
 	planned := makePlan
 	if tuningFile != "" {
 		planned = tuningPlan

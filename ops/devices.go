@@ -68,11 +68,7 @@ var devices = map[string]driver.Facts{
 func ExplainDevice(op string, m, n int64, dtype dlpack.DType, device string, c Choice) (string, error) {
 	k := check{op: "explain"}
 	t := k.elementType(dtype)
-	facts, ok := devices[device]
-	if !ok {
-		k.fail(StatusOption, "device is %.40q, expected a device of this machine or %s", device,
-			strings.Join(slices.Sorted(maps.Keys(devices)), ", "))
-	}
+	facts := k.named(device)
 	if t == kernels.Float64 {
 		k.noFloat64(device)
 	}
@@ -80,5 +76,15 @@ func ExplainDevice(op string, m, n int64, dtype dlpack.DType, device string, c C
 	if k.err != nil {
 		return "", k.err
 	}
-	return explainPlan(&facts, r)
+	return explainPlan(facts, r)
+}
+
+// named is the GPU of a name.
+func (k *check) named(device string) *driver.Facts {
+	facts, ok := devices[device]
+	if !ok {
+		k.fail(StatusOption, "device is %.40q, expected a device of this machine or %s", device,
+			strings.Join(slices.Sorted(maps.Keys(devices)), ", "))
+	}
+	return &facts
 }

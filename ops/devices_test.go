@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -27,6 +28,55 @@ func TestEveryArchitectureHasADevice(t *testing.T) {
 	require.NotEmpty(t, native)
 	for _, arch := range native {
 		assert.True(t, known[arch], "no device of %s", arch)
+	}
+}
+
+func TestExplainHeads(t *testing.T) {
+	host := dlpack.Device{Type: dlpack.CPU}
+	for _, c := range []struct {
+		op            string
+		heads, n      int64
+		t             dlpack.DType
+		device, lines string
+	}{
+		{"rotary_forward", 40, 128, dlpack.BFloat16, "h100", "pairs are independent: a thread for 4 heads\n" +
+			"rotate_elementwise_bfloat16_256x4: 2560 CTAs of 256 threads"},
+		{"rotary_backward", 41, 126, dlpack.Float32, "a100", "pairs are independent: a thread for 4 heads\n" +
+			"rotate_elementwise_float32_256x4_unaligned: 22176 CTAs of 256 threads"},
+		{"qk_norm_rotary_forward", 40, 128, dlpack.Float16, "h100", "the lanes of a warp hold a head\n" +
+			"qk_norm_rotate_elementwise_float16_256x4: 2560 CTAs of 256 threads"},
+		{"qk_norm_rotary_backward", 40, 128, dlpack.BFloat16, "h100", "the lanes of a warp hold a head\n" +
+			"qk_norm_rotate_backward_elementwise_bfloat16_256x1: 264 CTAs of 256 threads\n" +
+			"qk_norm_weights_finish_bfloat16_256x1_unaligned: 32 CTAs of 256 threads\n" +
+			"270336 bytes of scratch memory"},
+	} {
+		text, err := ExplainHeads(c.op, 8192, c.heads, c.n, c.t, host, c.device)
+		require.NoError(t, err)
+		assert.Equal(t, c.lines, text)
+		none, err := ExplainHeads(c.op, 0, c.heads, c.n, c.t, host, c.device)
+		require.NoError(t, err)
+		assert.True(t, strings.HasPrefix(none, "there are no rows"), none)
+	}
+	text, err := ExplainHeads("rotary_forward", 8, 40, 128, dlpack.Float64, host, "")
+	require.NoError(t, err)
+	assert.Contains(t, text, "rotary_forward of 8 tokens of 40 heads of 128 float64 on cpu: Go with ")
+	for _, c := range []struct {
+		op               string
+		tokens, heads, n int64
+		t                dlpack.DType
+		device, message  string
+	}{
+		{"rotary", 1, 1, 2, dlpack.Float32, "h100", `op is "rotary", expected qk_norm_rotary_backward, `},
+		{"rotary_forward", -1, 1, 2, dlpack.Float32, "", "shape is (-1, 1, 2), expected M >= 0"},
+		{"rotary_forward", 1, 1 << 20, 1 << 20, dlpack.Float32, "", "expected fewer than 2^31 elements of a token"},
+		{"rotary_forward", 1 << 60, 1, 1, dlpack.Float32, "", "fewer than 2^57 in all"},
+		{"qk_norm_rotary_forward", 1, 1, 513, dlpack.Float32, "", "expected at most 512 columns"},
+		{"rotary_forward", 1, 1, 2, dlpack.Float32, "gpu", `device is "gpu", expected a device of this machine or`},
+		{"rotary_forward", 1, 1, 2, dlpack.Float64, "h100", "bfloat16 or float32 on h100"},
+		{"rotary_forward", 1, 1, 2, dlpack.Int32, "", "dtype is int32, expected float16"},
+	} {
+		_, err := ExplainHeads(c.op, c.tokens, c.heads, c.n, c.t, host, c.device)
+		require.ErrorContains(t, err, c.message)
 	}
 }
 

@@ -53,7 +53,8 @@ returns; nothing waits for the device.
 	call := &ops.Call{Stream: stream}
 	err := ops.SoftmaxForward{X: x, Y: y}.Run(call)
 
-[Explain] says which kernel would run, and why. [Warmup] loads all of them before the first call.
+[Explain] says which kernel would run, and why; [ExplainHeads] which one rotates heads. [Warmup] loads all of
+them before the first call.
 
 The tag needs Linux on x86-64, gcc and CUDA's headers. The command cmd/cudaenv downloads the headers with pip
 into the user's cache, and prints what the shell needs. From an empty folder, with a main.go that imports ops:

@@ -13,6 +13,7 @@ import (
 
 	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/internal/driver"
+	"github.com/gander-go/gander/internal/policy"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/kernels/cpu"
 )
@@ -141,11 +142,13 @@ var explained = map[string]request{
 func residual(sums int8) normOperands { return normOperands{second: 1, third: sums > 0, sums: sums} }
 
 // explainedOps lists those names.
-var explainedOps = func() string {
-	names := slices.Sorted(maps.Keys(explained))
+var explainedOps = alternatives(slices.Sorted(maps.Keys(explained)))
+
+// alternatives lists names in a sentence.
+func alternatives(names []string) string {
 	last := len(names) - 1
 	return strings.Join(names[:last], ", ") + " or " + names[last]
-}()
+}
 
 // onDevice checks the device that Warmup or Explain is given.
 func (k *check) onDevice(d dlpack.Device) {
@@ -170,6 +173,16 @@ func (k *check) elementType(d dlpack.DType) kernels.DType {
 	return t
 }
 
+// rowType checks the element type that Explain is asked about, on a device.
+func (k *check) rowType(t kernels.DType, d dlpack.Device) {
+	switch {
+	case typeFloat.narrow&only(t) == 0:
+		k.fail(StatusDType, "dtype is %v, expected %v", t, typeFloat.narrow)
+	case t == kernels.Float64 && !d.Host():
+		k.noFloat64(d)
+	}
+}
+
 // explainable checks a name that Explain is given.
 func (k *check) explainable(op string) {
 	if _, ok := explained[op]; !ok {
@@ -190,6 +203,11 @@ func Explain(op string, m, n int64, dtype dlpack.DType, d dlpack.Device, c Choic
 	if !d.Host() {
 		return cudaExplain(d.ID, r)
 	}
+	return onHost(fmt.Sprintf("%s of %d rows of %d %v", op, m, n, t), t, d), nil
+}
+
+// onHost describes what runs a call in host memory.
+func onHost(call string, t kernels.DType, d dlpack.Device) string {
 	accumulator := kernels.Float32
 	if t == kernels.Float64 {
 		accumulator = kernels.Float64
@@ -198,9 +216,72 @@ func Explain(op string, m, n int64, dtype dlpack.DType, d dlpack.Device, c Choic
 	if cpu.HasParallelFor() {
 		whose = " of the caller's framework"
 	}
-	return fmt.Sprintf("%s of %d rows of %d %v on %v: Go with %s instructions, accumulated in %v, on the "+
-		"calling thread if the operands are small, otherwise on up to %d threads%s",
-		op, m, n, t, d, cpu.SIMD(), accumulator, workers(), whose), nil
+	return fmt.Sprintf("%s on %v: Go with %s instructions, accumulated in %v, on the calling thread if the "+
+		"operands are small, otherwise on up to %d threads%s", call, d, cpu.SIMD(), accumulator, workers(), whose)
+}
+
+// explainedHeads maps the names that ExplainHeads takes.
+var explainedHeads = map[string]request{
+	"rotary_forward":          {op: kernels.Rotate},
+	"rotary_backward":         {op: kernels.Rotate},
+	"qk_norm_rotary_forward":  {op: kernels.QKNormRotate},
+	"qk_norm_rotary_backward": {op: kernels.QKNormRotateBackward, dw: true},
+}
+
+// ExplainHeads is Explain for what rotates the heads of tokens. heads is how many a token has, of q and of k
+// together; all n columns of each are rotated, but for the last of an odd number. Backward of qk_norm_rotary
+// computes the weights' gradients. A name that is not empty is that of a GPU as in ExplainDevice; then d does
+// not matter.
+func ExplainHeads(op string, tokens, heads, n int64, dtype dlpack.DType, d dlpack.Device, name string) (
+	string, error,
+) {
+	k := check{op: "explain"}
+	t := k.elementType(dtype)
+	var facts *driver.Facts
+	if name != "" {
+		facts, d = k.named(name), dlpack.Device{Type: dlpack.CUDA}
+		if t == kernels.Float64 {
+			k.noFloat64(name)
+		}
+	}
+	k.onDevice(d)
+	k.rowType(t, d)
+	r, known := explainedHeads[op]
+	normalized := r.op != kernels.Rotate
+	switch {
+	case !known:
+		k.fail(StatusOption, "op is %.40q, expected %s", op,
+			alternatives(slices.Sorted(maps.Keys(explainedHeads))))
+	case tokens < 0 || heads < 1 || n < 1:
+		k.fail(StatusShape, "shape is (%d, %d, %d), expected M >= 0 tokens of H >= 1 heads of N >= 1", tokens,
+			heads, n)
+	case n > math.MaxInt32 || heads > math.MaxInt32/n || tokens > math.MaxInt64/64/(heads*n):
+		k.fail(StatusShape, "shape is (%d, %d, %d), expected fewer than 2^31 elements of a token, and fewer "+
+			"than 2^57 in all", tokens, heads, n)
+	case normalized && n > mostNormalized:
+		k.fail(StatusShape, "shape is (%d, %d, %d), expected at most %d columns of heads that are normalized",
+			tokens, heads, n, mostNormalized)
+	}
+	if k.err != nil {
+		return "", k.err
+	}
+	if d.Host() {
+		call := fmt.Sprintf("%s of %d tokens of %d heads of %d %v", op, tokens, heads, n, t)
+		return onHost(call, t, d), nil
+	}
+	size, rotated := 16/t.Size(), n-n%2
+	r.x = t
+	if r.layout = policy.Aligned; rotated/2%size != 0 || n%size != 0 {
+		r.layout, size = policy.MixedOffsets, 1
+	}
+	items := itemsOf(n, rotated, size)
+	if r = rotateRequest(r, tokens, heads, items); normalized {
+		r = normalizeRequest(r, tokens, heads, items, n)
+	}
+	if name != "" {
+		return explainPlan(facts, r)
+	}
+	return cudaExplain(d.ID, r)
 }
 
 // explain checks the arguments of Explain and returns the request.
@@ -211,14 +292,12 @@ func (k *check) explain(op string, m, n int64, t kernels.DType, d dlpack.Device,
 		r.norm.second = int8(t.Size())
 		r.norm.compact, r.norm.bulk = true, n*t.Size()%16 == 0
 	}
+	if r.layout = policy.Aligned; n*t.Size()%16 != 0 {
+		r.layout = policy.SameOffset
+	}
 	k.explainable(op)
 	k.onDevice(d)
-	switch {
-	case typeFloat.narrow&only(t) == 0:
-		k.fail(StatusDType, "dtype is %v, expected %v", t, typeFloat.narrow)
-	case t == kernels.Float64 && !d.Host():
-		k.noFloat64(d)
-	}
+	k.rowType(t, d)
 	switch {
 	case m < 0 || n < 1:
 		k.fail(StatusShape, "shape is (%d, %d), expected M >= 0 rows of N >= 1", m, n)

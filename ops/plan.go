@@ -379,7 +379,9 @@ func (q *query) byHead(p *plan) {
 		perThread /= 2
 	}
 	p.groups = int32(ceil(q.n, perThread))
-	q.add(p, v, ceil(q.m*int64(p.groups), int64(v.Threads)), 1, 0)
+	if q.m > 0 {
+		q.add(p, v, ceil(q.m*int64(p.groups), int64(v.Threads)), 1, 0)
+	}
 	p.why = fmt.Sprintf("pairs are independent: a thread for %d heads", perThread)
 }
 

@@ -12,8 +12,8 @@ import (
 const mostNormalized = 512
 
 func (a *qkNormRotaryForward) call() kernels.QKNormRotary {
-	rotation := rotaryForward{a.Q, a.K, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.QOut, a.KOut, a.Offset, a.Interleaved,
-		a.PerElement, a.RoundProducts, a.Choice}
+	rotation := rotaryForward{a.Q, a.K, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.QOut, a.KOut, a.Offset,
+		a.Interleaved, a.PerElement, a.RoundProducts, a.Choice}
 	return kernels.QKNormRotary{
 		Rotary: rotation.call(), QWeight: a.QWeight, KWeight: a.KWeight, Eps: a.Eps, WeightOffset: a.WeightOffset,
 		RoundNormalized: a.RoundNormalized,
@@ -84,11 +84,9 @@ func (c *Call) qkNormRotary(ordinal int32, r kernels.QKNormRotary) error {
 	if r.Backward {
 		op = kernels.QKNormRotateBackward
 	}
-	lanes := int64(1) << bits.Len64(uint64(max(rotation.Items, 1)-1))
-	lanes = min(lanes, lanesPerWarp)
-	k, err := c.start(ordinal, request{
-		op: op, x: r.Q.DType, layout: layout, dw: sums, m: r.Tokens() * int64(rotation.Heads) * lanes, n: r.Q.Cols,
-	})
+	lanes := lanesFor(int64(rotation.Items))
+	k, err := c.start(ordinal, normalizeRequest(request{op: op, x: r.Q.DType, layout: layout, dw: sums},
+		r.Tokens(), int64(rotation.Heads), int64(rotation.Items), r.Q.Cols))
 	if err != nil {
 		return err
 	}
@@ -106,6 +104,17 @@ func (c *Call) qkNormRotary(ordinal int32, r kernels.QKNormRotary) error {
 		args.Partials = k.at(k.plan.scratch.dwPartial)
 	}
 	return k.launch(unsafe.Pointer(&args))
+}
+
+// lanesFor is how many lanes of a warp share a head of some items: a power of two.
+func lanesFor(items int64) int64 {
+	return min(int64(1)<<bits.Len64(uint64(max(items, 1)-1)), lanesPerWarp)
+}
+
+// normalizeRequest completes the request of a call of some tokens.
+func normalizeRequest(r request, tokens, heads, items, columns int64) request {
+	r.m, r.n = tokens*heads*lanesFor(items), columns
+	return r
 }
 
 // byLanes appends what normalizes and rotates heads. The request has as M the threads of all heads, and as N

@@ -18,8 +18,8 @@ func (a *rotaryForward) call() kernels.Rotary {
 }
 
 func (a *rotaryBackward) call() kernels.Rotary {
-	r := (&rotaryForward{a.DQOut, a.DKOut, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.DQ, a.DK, a.Offset, a.Interleaved,
-		a.PerElement, a.RoundProducts, a.Choice}).call()
+	r := (&rotaryForward{a.DQOut, a.DKOut, a.Cos, a.Sin, a.Offsets, a.CuSeqlens, a.DQ, a.DK, a.Offset,
+		a.Interleaved, a.PerElement, a.RoundProducts, a.Choice}).call()
 	r.Backward = true
 	return r
 }
@@ -103,15 +103,26 @@ func (c *Call) rotary(ordinal int32, r kernels.Rotary) error {
 	if err != nil {
 		return err
 	}
-	k, err := c.start(ordinal, request{
-		op: kernels.Rotate, x: r.Q.DType, layout: layout, m: r.Tokens() * int64(args.Items), n: int64(args.Heads),
-	})
+	k, err := c.start(ordinal, rotateRequest(request{op: kernels.Rotate, x: r.Q.DType, layout: layout},
+		r.Tokens(), int64(args.Heads), int64(args.Items)))
 	if err != nil {
 		return err
 	}
 	defer k.finish()
 	args.Groups = k.plan.groups
 	return k.launch(unsafe.Pointer(&args))
+}
+
+// rotateRequest completes the request of a call of some tokens.
+func rotateRequest(r request, tokens, heads, items int64) request {
+	r.m, r.n = tokens*items, heads
+	return r
+}
+
+// itemsOf is how many items a head has: two vectors of each pair of them, then two of what is copied. size is
+// how many elements a vector has.
+func itemsOf(columns, rotated, size int64) int64 {
+	return rotated/2/size + ceil(ceil(columns-rotated, size), 2)
 }
 
 // rotaryArgs are what kernels take but for what the plan decides.
@@ -124,8 +135,7 @@ func rotaryArgs(r *kernels.Rotary, ofK, aligned bool) (kernels.RotaryArgs, polic
 	if aligned {
 		layout, size = policy.Aligned, 16/r.Q.DType.Size()
 	}
-	// Two vectors of each pair of them, then two of what is copied.
-	items := rotated/2/size + ceil(ceil(r.Q.Cols-rotated, size), 2)
+	items := itemsOf(r.Q.Cols, rotated, size)
 	if items*heads > math.MaxInt32 || r.Q.Cols > math.MaxInt32 {
 		return kernels.RotaryArgs{}, layout, errorf(StatusUnsupported,
 			"%d heads of %d columns are more than %d elements; pass fewer at a time", heads, r.Q.Cols, math.MaxInt32)

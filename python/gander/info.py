@@ -125,8 +125,8 @@ def _device(name: str) -> library.Device | None:
     return library.Device(library.CUDA if kind == "cuda" else library.CPU, int(index or 0))
 
 
-# The number of rows, the number of columns, the dtype, the device, and which of these are those of x.
-_Rows = tuple[int, int, str, str, tuple[str, ...]]
+# The sizes, the dtype, the device, and which of these are those of x.
+_Rows = tuple[tuple[int, ...], str, str, tuple[str, ...]]
 
 
 def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> _Rows:
@@ -156,7 +156,7 @@ def _rows_of(x: Any, shape: Any, dtype: Any, device: Any) -> _Rows:
     if not isinstance(device, str) and type(device).__name__ != "device":
         raise TypeError(f"device is {shown(device)}, expected its name, such as 'cpu', or a torch.device")
     dtype = library.dtype_name(dtype, "the dtype of x" if "dtype" in of_x else "dtype")
-    return rows, columns, dtype, str(device), of_x
+    return sizes, dtype, str(device), of_x
 
 
 def _facts(x: Any) -> dict[str, Any]:
@@ -266,7 +266,9 @@ def explain(
         op: "softmax", "rmsnorm", "l2norm", "layernorm", "glu", "cross_entropy" or "logsumexp", or with
             "_bwd" its backward. "glu" is swiglu and what has its kernels.
             "cross_entropy_fwd_dx" is the single pass that computes loss and gradient. "rmsnorm_residual" and
-            "layernorm_residual", and the same with "_bwd", are the norms with a residual.
+            "layernorm_residual", and the same with "_bwd", are the norms with a residual. "rotary",
+            "qk_norm_rotary" and "apply_rotary_emb", and their "_bwd", are for shapes as these functions take
+            them, with the heads of q and k together, all of whose columns are rotated.
         x: The (..., N) tensor or array. Its values are not read.
         shape: Replaces that of x, or with dtype and device x itself.
         dtype: As shape. It may be a name ("bfloat16").
@@ -293,14 +295,39 @@ def explain(
 
 @_constant
 def _explain(op: str, rows: _Rows, algorithm: Any, batch_invariant: bool) -> str:
-    m, n, dtype, device, of_x = rows
+    sizes, dtype, device, of_x = rows
     code = code_of("algorithm", algorithm, ALGORITHMS)
     text, loaded, found = ctypes.create_string_buffer(4096), library.load(), _device(device)
-    function = loaded.gander_explain_device if found is None else loaded.gander_explain
-    where = device.lower().encode() if found is None else found
-    call = _name(op), m, n, library.dtype_of(dtype, "dtype"), where, code, bool(batch_invariant)
-    _check(function(*call, text, len(text)), of_x)
+    name, kind = device.lower().encode(), library.dtype_of(dtype, "dtype")
+    if op.removesuffix("_fwd").removesuffix("_bwd") in _HEADS:
+        if algorithm != "auto":
+            raise ValueError(f"algorithm is {shown(algorithm)}, expected 'auto': {op} has no others")
+        where = (found, None) if found is not None else (library.Device(library.CUDA, 0), name)
+        rotary = op.replace("apply_rotary_emb", "rotary")
+        status = loaded.gander_explain_heads(
+            _name(rotary), *_of_heads(op, sizes), kind, *where, text, len(text)
+        )
+    else:
+        function = loaded.gander_explain_device if found is None else loaded.gander_explain
+        call = math.prod(sizes[:-1]), sizes[-1], kind, name if found is None else found, code
+        status = function(_name(op), *call, bool(batch_invariant), text, len(text))
+    _check(status, of_x)
     return text.value.decode()
+
+
+# The operators of heads: where their functions have the heads of a token.
+_HEADS = {"rotary": -3, "qk_norm_rotary": -3, "apply_rotary_emb": -2}
+
+
+def _of_heads(op: str, sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    """The number of tokens, of the heads of each, and of columns."""
+    place = _HEADS[op.removesuffix("_fwd").removesuffix("_bwd")]
+    if len(sizes) < 3:
+        order = "(..., heads, tokens, columns)" if place == -3 else "(..., tokens, heads, columns)"
+        raise ValueError(f"shape is {shown(sizes)}, expected {order} for {op}")
+    heads = sizes[place]
+    others = [size for i, size in enumerate(sizes[:-1], -len(sizes)) if i != place]
+    return math.prod(others), heads, sizes[-1]
 
 
 def warmup(device: torch.device | str = "cuda") -> None:

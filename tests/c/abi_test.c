@@ -565,6 +565,17 @@ static void test_explain(void) {
           "device is NULL");
   REFUSED(gander_explain_device("softmax_forward", 8, 9, bytes, "h100", 0, 0, text, 9), GANDER_ERROR_DTYPE,
           "dtype is uint8");
+  CHECK(gander_explain_heads("rotary_forward", 8, 40, 128, half, host, NULL, text, sizeof text) == GANDER_OK);
+  CHECK(strstr(text, "rotary_forward of 8 tokens of 40 heads of 128 float16 on cpu"));
+  CHECK(gander_explain_heads("rotary_backward", 8192, 40, 128, half, host, "h100", text, sizeof text) ==
+        GANDER_OK);
+  CHECK(strstr(text, "rotate_elementwise_float16_256x4: 2560 CTAs of 256 threads"));
+  REFUSED(gander_explain_heads("softmax_forward", 8, 4, 9, half, host, NULL, text, 9), GANDER_ERROR_OPTION,
+          "op is \"softmax_forward\", expected qk_norm_rotary_backward");
+  REFUSED(gander_explain_heads("rotary_forward", 8, 0, 9, half, host, NULL, text, 9), GANDER_ERROR_SHAPE,
+          "shape is (8, 0, 9)");
+  REFUSED(gander_explain_heads("rotary_forward", 8, 1, 9, half, host, "tpu", text, 9), GANDER_ERROR_OPTION,
+          "device is \"tpu\"");
   char list[4096];
   CHECK(gander_algorithms("softmax_forward", list, sizeof list) == GANDER_OK);
   CHECK(strstr(list, "[{\"name\":\"auto\",\"what\":") == list &&
@@ -699,6 +710,8 @@ static void forked_child(DLManagedTensorVersioned* inherited) {
   FORKED(gander_explain("softmax_forward", 1, 1, half, host, 0, 0, text, sizeof text), "gander_explain");
   FORKED(gander_explain_device("softmax_forward", 1, 1, half, "h100", 0, 0, text, sizeof text),
          "gander_explain_device");
+  FORKED(gander_explain_heads("rotary_forward", 1, 1, 1, half, host, NULL, text, sizeof text),
+         "gander_explain_heads");
   FORKED(gander_algorithms("softmax_forward", text, sizeof text), "gander_algorithms");
   FORKED(gander_softmax(&fill(&a)->managed, NULL, NULL, &y), "gander_softmax");
   CHECK(a.deleted == 1 && y == NULL);

@@ -111,6 +111,41 @@ def test_explain_without_rows():
     assert zeros.startswith("there are no rows\n") and "finish" in zeros
 
 
+def test_explain_heads():
+    half = {"dtype": "bfloat16", "device": "h100"}
+    text = gander.explain("rotary", shape=(2, 40, 4096, 128), **half)
+    assert text.splitlines() == [
+        "pairs are independent: a thread for 4 heads",
+        "rotate_elementwise_bfloat16_256x4: 2560 CTAs of 256 threads",
+    ]
+    assert gander.explain("rotary_bwd", shape=(40, 8192, 128), **half) == text
+    assert gander.explain("apply_rotary_emb", shape=(8192, 40, 128), **half) == text
+    x = torch.empty(2, 4096, 40, 128, dtype=torch.bfloat16, device="meta")
+    assert gander.explain("apply_rotary_emb_bwd", x, device="h100") == text
+    normed = gander.explain("qk_norm_rotary", x.transpose(1, 2), device="h100")
+    assert normed.endswith("qk_norm_rotate_elementwise_bfloat16_256x4: 2560 CTAs of 256 threads")
+    back = gander.explain("qk_norm_rotary_bwd", x.transpose(1, 2), device="h100")
+    assert back.count("CTAs") == 2 and "qk_norm_weights_finish" in back
+    on_cpu = gander.explain("rotary", torch.empty(2, 3, 5, 8))
+    assert on_cpu.startswith("rotary_forward of 10 tokens of 3 heads of 8 float32 on cpu: Go with ")
+
+
+@pytest.mark.parametrize(
+    "op, shape, options, message",
+    [
+        ("rotary", (4, 8), {}, r"shape is \(4, 8\), expected \(..., heads, tokens, columns\) for rotary"),
+        ("apply_rotary_emb", (8,), {}, r"expected \(..., tokens, heads, columns\) for apply_rotary_emb"),
+        ("rotary", (1, 2, 8), {"algorithm": "warp"}, "algorithm is 'warp', expected 'auto': rotary has no"),
+        ("qk_norm_rotary", (1, 2, 600), {}, "expected at most 512 columns"),
+        ("rotary", (0, 2, 8), {}, "expected M >= 0 tokens of H >= 1 heads"),
+    ],
+)
+def test_explain_refuses_heads(op, shape, options, message):
+    for device in "cpu", "h100":
+        with pytest.raises(ValueError, match=message):
+            gander.explain(op, shape=shape, dtype="bfloat16", device=device, **options)
+
+
 def test_explain_for_a_gpu_of_another_machine():
     text = gander.explain("softmax", **H100)
     assert text.startswith("auto takes register: a row of 1024 vectors")

@@ -82,6 +82,10 @@ PROTOTYPES = {
     "gander_warmup": (c_int32, [Device]),
     "gander_explain": (c_int32, [*_EXPLAIN, Device, c_int32, c_int32, c_char_p, c_size_t]),
     "gander_explain_device": (c_int32, [*_EXPLAIN, c_char_p, c_int32, c_int32, c_char_p, c_size_t]),
+    "gander_explain_heads": (
+        c_int32,
+        [c_char_p, c_int64, c_int64, c_int64, DType, Device, c_char_p, c_char_p, c_size_t],
+    ),
     "gander_algorithms": (c_int32, [c_char_p, c_char_p, c_size_t]),
 }
 
