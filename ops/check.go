@@ -233,8 +233,8 @@ func (k *check) adjacent(name string, t *dlpack.Tensor) bool {
 	if t.Len() == 0 || t.Dim(last) == 1 || t.Stride(last) == 1 {
 		return true
 	}
-	k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements (stride 1); make it "+
-		"contiguous", name, t.Stride(last))
+	k.fail(StatusLayout, "%s has stride %d in its last dimension, expected adjacent elements (stride 1); make "+
+		"it contiguous", name, t.Stride(last))
 	return false
 }
 
