@@ -49,12 +49,7 @@ func (qkNorm[T]) run(c *call[T]) {
 
 func (qkNorm[T]) secondPass(w *worker[T], token, _, _ int, _ []partial, _ rowStats) {
 	r, q := &w.rotary, &w.qkNorm
-	sequence, position, within := place(r, int64(token))
-	turn := rotation[T]{}
-	if within {
-		turn = w.rotation(sequence, position)
-	}
-	s, t := int64(token)/r.Q.Tokens, int64(token)%r.Q.Tokens
+	s, t, turn := w.rotationOf(int64(token))
 	for i, of := range [...]struct {
 		x, dy, out *kernels.Heads
 		weight     *kernels.Vector
@@ -117,18 +112,6 @@ func (w *worker[T]) headRstd(x []T) T {
 	return T(1 / math.Sqrt(w.funcs.dot(x, x)/float64(len(x))+w.qkNorm.Eps))
 }
 
-// rounding returns a function that rounds to the heads' type if round is set, and else does not.
-func (w *worker[T]) headRounding(round bool) func(v T) T {
-	switch {
-	case !round:
-	case w.rotary.Q.DType == kernels.Float16:
-		return func(v T) T { return T(widenFloat16(narrowFloat16(float32(v)))) }
-	case w.rotary.Q.DType == kernels.BFloat16:
-		return func(v T) T { return T(widenBFloat16(narrowBFloat16(float32(v)))) }
-	}
-	return func(v T) T { return v }
-}
-
 // turnHead rotates a head in place.
 func (w *worker[T]) turnHead(x []T, turn rotation[T]) {
 	half := len(turn.c1)
@@ -144,7 +127,7 @@ func (w *worker[T]) turnHead(x []T, turn rotation[T]) {
 func (w *worker[T]) normalizeHead(out, p unsafe.Pointer, weights []T, turn rotation[T]) {
 	x := w.readHead(1, p)
 	rstd := w.headRstd(x)
-	normalized, rounds := w.headRounding(w.qkNorm.RoundNormalized), w.headRounding(w.rotary.Round)
+	normalized, rounds := w.rounding(w.qkNorm.RoundNormalized), w.rounding(w.rotary.Round)
 	for i, v := range x {
 		x[i] = rounds(normalized(v*rstd) * weights[i])
 	}
@@ -157,7 +140,7 @@ func (w *worker[T]) headGradient(out, p, dy unsafe.Pointer, weights []T, sums []
 	x, dn, g := w.readHead(1, p), w.readHead(2, dy), w.headRoom(3)
 	rstd := w.headRstd(x)
 	w.turnHead(dn, turn)
-	normalized, rounds := w.headRounding(w.qkNorm.RoundNormalized), w.headRounding(w.rotary.Round)
+	normalized, rounds := w.rounding(w.qkNorm.RoundNormalized), w.rounding(w.rotary.Round)
 	for i, v := range x {
 		d := rounds(dn[i])
 		x[i] = v * rstd

@@ -29,12 +29,7 @@ func (rotary[T]) plan(c *call[T], _ int) {
 
 func (rotary[T]) secondPass(w *worker[T], token, _, _ int, _ []partial, _ rowStats) {
 	r := &w.rotary
-	sequence, position, within := place(r, int64(token))
-	turn := rotation[T]{}
-	if within {
-		turn = w.rotation(sequence, position)
-	}
-	s, t := int64(token)/r.Q.Tokens, int64(token)%r.Q.Tokens
+	s, t, turn := w.rotationOf(int64(token))
 	for h := range r.Q.Heads {
 		w.rotate(r.QOut.At(s, t, h), r.Q.At(s, t, h), turn)
 	}
@@ -43,6 +38,15 @@ func (rotary[T]) secondPass(w *worker[T], token, _, _ int, _ []partial, _ rowSta
 			w.rotate(r.KOut.At(s, t, h), r.K.At(s, t, h), turn)
 		}
 	}
+}
+
+// rotationOf is a token's row of heads, its number there, and its rotation.
+func (w *worker[T]) rotationOf(token int64) (row, number int64, turn rotation[T]) {
+	r := &w.rotary
+	if sequence, position, within := place(r, token); within {
+		turn = w.rotation(sequence, position)
+	}
+	return token / r.Q.Tokens, token % r.Q.Tokens, turn
 }
 
 // place is a token's sequence, and its position there. within is false if it is in none.
@@ -177,7 +181,19 @@ func (w *worker[T]) roundsProducts() func(v T) T {
 	if !w.rotary.Round || w.rotary.Q.DType == native[T]() {
 		return nil
 	}
-	return w.headRounding(true)
+	return w.rounding(true)
+}
+
+// rounding returns a function that rounds one number to the heads' type if round is set, and else does not.
+func (w *worker[T]) rounding(round bool) func(v T) T {
+	switch {
+	case !round:
+	case w.rotary.Q.DType == kernels.Float16:
+		return func(v T) T { return T(widenFloat16(narrowFloat16(float32(v)))) }
+	case w.rotary.Q.DType == kernels.BFloat16:
+		return func(v T) T { return T(widenBFloat16(narrowBFloat16(float32(v)))) }
+	}
+	return func(v T) T { return v }
 }
 
 // apply rotates pairs of elements of a and b, which lie a step apart, as in outA and outB, which may
