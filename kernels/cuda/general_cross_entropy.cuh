@@ -96,19 +96,20 @@ __device__ __forceinline__ void load_class_weights(const CrossEntropyArgs& a, co
   for (int j = 0; j < E; j++) w[j] = e + j >= p.bounds.lo && e + j < p.bounds.hi ? 1.f : 0.f;
 }
 
-// Whether a row is ignored because its target's class has weight 0, which neither smoothing nor the z-loss has.
+// Whether a row is ignored because its target's class has weight 0, which neither smoothing nor the z-loss
+// has.
 __device__ __forceinline__ bool counts_for_nothing(const GeneralCrossEntropyArgs& a, const Label& label) {
   return label.weight == 0.f && a.label_smoothing == 0.f && a.z_loss == 0.f;
 }
 
-// What the gradient of a row is made of: dz = exp(z - max) * scale - others * w, at the target less by own. In
-// an ignored row scale, others and own are 0, and no logit matters.
+// What the gradient of a row is made of: dz = exp(z - max) * scale - others * w, at the target less by own.
+// In an ignored row scale, others and own are 0, and no logit matters.
 struct GeneralGradient {
   float max, scale, others, own;
   float of_max;  // dz of a target that has the maximum
 
-  // gradient: of the row's loss. log_sum: the logarithm of the sum of exp(z - max). saved: that sum, from which
-  // forward and backward make the same bits, or null.
+  // gradient: of the row's loss. log_sum: the logarithm of the sum of exp(z - max). saved: that sum, from
+  // which forward and backward make the same bits, or null.
   __device__ __forceinline__ static GeneralGradient of(const GeneralCrossEntropyArgs& a, float gradient,
                                                        const Label& label, bool ignored, float max,
                                                        float log_sum, const SavedSum* saved) {
@@ -126,10 +127,12 @@ struct GeneralGradient {
     float rest = g.others * classes;
     if (a.z_loss != 0.f) rest = fmaf(2.f * a.z_loss * gradient, max + log_sum, rest);
     const float p = saved ? 1.f / saved->sum() : expf(-log_sum);  // of a class that has the maximum
-    const float share = saved ? (saved->confident() ? -saved->bits * p : 1.f)
-                              : log_sum < 0.25f ? one_minus_exp(log_sum) : 1.f;  // of the others, if it is small
+    const float share = saved             ? (saved->confident() ? -saved->bits * p : 1.f)
+                        : log_sum < 0.25f ? one_minus_exp(log_sum)
+                                          : 1.f;  // of the others, if it is small
     g.scale = (rest + own) * p, g.own = fmaf(g.others, label.weight, own);
-    g.of_max = g.scale - g.own;  // where the target has nearly all of the sum, this would lose the others' share
+    g.of_max =
+        g.scale - g.own;  // where the target has nearly all of the sum, this would lose the others' share
     if (share < 0.25f) g.of_max = fmaf(-own, share, rest * p) - g.others * label.weight;
     return g;
   }
