@@ -1,15 +1,12 @@
 """How much memory a call needs at its peak."""
 
-import json
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from . import trace
+
 _CPU = 0  # of c10::DeviceType
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces each of its runs
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
@@ -31,14 +28,7 @@ def _on_gpu(call) -> int:
 
 def _on_cpu(call) -> int:
     """By the profiler, whose trace has each allocation with the sum of all."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            results = call()
-        del results
-        profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
+    events = trace.events(call, torch.profiler.ProfilerActivity.CPU, profile_memory=True)
     memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     steps = [e["args"] for e in memory if e["args"]["Device Type"] == _CPU]
     if not steps:

@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import IO
 
 from .models import BYTES
-from .report import TITLES, curve_differences, latest, newest, on_gpu, runs_of_training, train_title, unique
+from .report import (
+    TITLES,
+    curve_differences,
+    latest,
+    newest,
+    of_contestants,
+    on_gpu,
+    runs_of_training,
+    train_title,
+    unique,
+)
 
 _STYLES = {
     "limit": dict(color="black", linestyle="--", marker=""),
@@ -160,7 +170,7 @@ def _pictures(records) -> Iterable[tuple[str, str, Panels]]:
             yield section, title, {TITLES[op]: _bars([r for r in mine if r["op"] == op]) for op in ops}
 
     for number, mine in enumerate(runs_of_training(records)):
-        results = {name: figures for r in mine for name, figures in r["results"].items() if "ms" in figures}
+        results = {name: figures for name, figures in of_contestants(mine).items() if "ms" in figures}
         if results:
             panels = {"time of a step": _contestants(results, "ms", "ms")}
             if any("peak_gib" in figures for figures in results.values()):

@@ -556,10 +556,24 @@ def _results(records) -> list[dict]:
     return [figures for record in records for figures in record["results"].values()]
 
 
+def of_contestants(records) -> dict[str, dict]:
+    """The figures of each contestant: of the run whose time is the median, so that they belong together. Of
+    one that no run has figures of, the last reason."""
+    found: dict[str, list[dict]] = {}
+    for record in records:
+        for name, figures in record["results"].items():
+            found.setdefault(name, []).append(figures)
+    chosen = {}
+    for name, runs in found.items():
+        times = sorted((figures for figures in runs if "ms" in figures), key=lambda figures: figures["ms"])
+        chosen[name] = times[(len(times) - 1) // 2] if times else runs[-1]
+    return chosen
+
+
 def train_tables(records) -> list[Table]:
     tables = []
     for mine in runs_of_training(records):
-        results = {name: figures for r in mine for name, figures in r["results"].items()}
+        results = of_contestants(mine)
         torch = results.get("torch", {})
         rows, notes = [], []
         for name, figures in results.items():
@@ -572,13 +586,41 @@ def train_tables(records) -> list[Table]:
             rows[-1] += [_figure(figures, *cell) for cell in _TRAIN_CELLS]
             rows[-1] += [f"{figures['losses'][-1]:.3f}", _apart(figures["losses"], torch.get("losses"))]
             rows[-1].append(str(figures.get("graph_breaks", "")))
+        runs = len({r.get("run") for r in mine})
         notes.append(
-            "Each contestant in a process of its own; Liger also replaces rotary embeddings and SwiGLU, "
-            "which +liger takes from it."
+            "Each contestant in a process of its own; Liger and gander-hf also replace rotary embeddings and "
+            "SwiGLU, which +liger takes from Liger."
+            + (f" Of {runs} runs the one with the median time." if runs > 1 else "")
         )
         title = f"{train_title(mine)} ({_where(mine)})"
         tables.append(Table(title, list(_TRAIN_COLUMNS), rows, " ".join(notes), labels=1))
+        if any("kernels_ms" in figures for figures in results.values()):
+            tables.append(kernels_table(mine))
     return tables
+
+
+_APART = ("products", "attention", "optimizer")  # parts of a step that gander does not change
+
+
+def around(kernels_ms: dict[str, float]) -> float:
+    """The time of a step's kernels outside of products, attention and the optimizer."""
+    return sum(ms for part, ms in kernels_ms.items() if part not in _APART)
+
+
+def kernels_table(records) -> Table:
+    """Of the records of one run: where the GPU's time of a step goes."""
+    results = {n: f["kernels_ms"] for n, f in of_contestants(records).items() if "kernels_ms" in f}
+    parts = unique(part for parts in results.values() for part in parts)
+    rows = [
+        [name, *(f"{parts_ms[part]:.2f}" for part in parts), f"{around(parts_ms):.2f}"]
+        for name, parts_ms in results.items()
+    ]
+    title = f"Kernels of a step, ms: {train_title(records)} ({_where(records)})"
+    note = (
+        "By the names of kernels. Each moment counts once, where a kernel starts while another one runs. "
+        f"The last column is the sum without {', '.join(_APART)}."
+    )
+    return Table(title, ["contestant", *parts, "around them"], rows, note, labels=1)
 
 
 def curve_differences(records) -> dict[str, list[float]]:
@@ -586,7 +628,7 @@ def curve_differences(records) -> dict[str, list[float]]:
 
     Raises KeyError where the run lacks torch's curve.
     """
-    curves = {name: f["losses"] for r in records for name, f in r["results"].items() if "losses" in f}
+    curves = {name: f["losses"] for name, f in of_contestants(records).items() if "losses" in f}
     torch = curves.pop("torch")
     return {name: [a - b for a, b in zip(losses, torch, strict=True)] for name, losses in curves.items()}
 

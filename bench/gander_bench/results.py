@@ -15,6 +15,7 @@ from .report import (
     TITLES,
     Table,
     algorithms_tables,
+    around,
     beside_the_collective,
     cpu_tables,
     glu_tables,
@@ -27,6 +28,7 @@ from .report import (
     newest,
     norms_tables,
     of,
+    of_contestants,
     on_gpu,
     point_of,
     rotary_tables,
@@ -179,7 +181,7 @@ _TRAINING = (
 
 def _training(records) -> Iterator[Check]:
     for mine in runs_of_training([r for r in of(records, "train") if r["on"] == "cuda"]):
-        results = {name: figures for r in mine for name, figures in r["results"].items()}
+        results = of_contestants(mine)
         for what, field, name, other, target, of_models in _TRAINING:
             if mine[0]["model"] not in of_models:
                 continue
@@ -189,6 +191,52 @@ def _training(records) -> Iterator[Check]:
             kind = f"{name}: {what}" + (f" over {other}'s" if other else "")
             without = "not run" if any("not_run" in figures for figures in compared) else "failed"
             yield Check(kind, "training", mine[0]["model"], ratio, at_most=target, without=without)
+
+
+# Whole models: who is compared with whom, because both have the same kind of loss, and how many MiB more
+# memory it may take.
+_WHOLE_MODELS = ("llama3-8b", "qwen3-8b")
+_SAME_LOSS = (("gander-hf", "liger", 64), ("gander-hf-linear", "liger-linear", 600))
+
+
+def _around(figures: dict) -> float:
+    return around(figures["kernels_ms"])
+
+
+def _whole_models(records) -> Iterator[Check]:
+    """By the median over the runs. A ratio is taken within a run, in which the contestants took turns."""
+    for mine in runs_of_training([r for r in of(records, "train") if r["on"] == "cuda"]):
+        model = mine[0]["model"]
+        if model not in _WHOLE_MODELS:
+            continue
+        runs: dict[int, dict[str, dict]] = {}
+        for r in mine:
+            runs.setdefault(r.get("run", 1), {}).update(r["results"])
+        for name, other, mib in _SAME_LOSS:
+            both = [(run[name], run[other]) for run in runs.values() if name in run and other in run]
+            ran = [(a, b) for a, b in both if "ms" in a and "ms" in b]
+            point = model if len(ran) >= models.RUNS else f"{model}, {len(ran)} of {models.RUNS} runs"
+            without = (
+                "not run" if any("not_run" in f for pair in both for f in pair) or not both else "failed"
+            )
+
+            def check(kind, figures, at_most, *, name=name, point=point, without=without):
+                measured = models.median_of(figures)
+                return Check(f"{name}: {kind}", "training", point, measured, at_most=at_most, without=without)
+
+            kernels = (_around(a) / _around(b) for a, b in ran)
+            yield check(f"time around products, attention and optimizer over {other}'s", kernels, 0.95)
+            yield check(f"time over {other}'s", (a["ms"] / b["ms"] for a, b in ran), 1)
+            more = ((a["peak_gib"] - b["peak_gib"]) * 1024 for a, b in ran)
+            yield check(f"memory above {other}'s, MiB", more, mib)
+        attention = [
+            run["torch.compile"]["kernels_ms"]["attention"] / run["torch"]["kernels_ms"]["attention"]
+            for run in runs.values()
+            if all("kernels_ms" in run.get(who, {}) for who in ("torch", "torch.compile"))
+        ]
+        if attention:  # a mask would cost it its fast kernel, and then no compiled figure says anything
+            kind, median = "torch.compile: attention's time over torch's", models.median_of(attention)
+            yield Check(kind, "training", model, median, at_most=1.1)
 
 
 def _times_as_fast(record: dict, name: str) -> float | None:
@@ -274,7 +322,7 @@ def _cpu(records) -> Iterator[Check]:
 
 _CHECKS: tuple[Callable, ...] = (
     _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _linear, _sharded,
-    _training, _host, _first_calls, _algorithms, _cpu,
+    _training, _whole_models, _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("typer", reason="gander_bench needs it, and a GPU host may not have it")
 pytest.importorskip("rich", reason="gander_bench needs it, and a GPU host may not have it")
 
-from gander_bench.train import child
+from gander_bench.train import child, contestants, models
 
 
 def trained(name, model):
@@ -28,3 +28,18 @@ def test_transformers_llama():
     for name, mine in figures.items():
         assert mine["losses"] == pytest.approx(figures["torch"]["losses"], abs=1e-3), name
     assert figures["gander.compile"]["graph_breaks"] == 0
+
+
+def test_a_whole_model_in_small():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    figures = {}
+    for name in models.PRESETS["tiny-qwen3"].contestants:
+        try:
+            figures[name] = trained(name, "tiny-qwen3")
+        except contestants.NotRun as why:
+            assert name.startswith("liger"), why
+    assert {"torch", "torch.compile", "gander-hf", "gander-hf-linear"} <= set(figures)
+    for name, mine in figures.items():
+        assert mine["losses"] == pytest.approx(figures["torch"]["losses"], abs=1e-3), name
+        assert mine["kernels_ms"]["products"] > 0 and mine["kernels_ms"]["optimizer"] > 0, name
+        assert mine["attention_kernels"] == figures["torch"]["attention_kernels"], name

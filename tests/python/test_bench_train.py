@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
-from gander_bench import cases, plots, records, report, results
+from gander_bench import cases, plots, records, report, results, trace
 from gander_bench import train as command
 from gander_bench.demo import training
-from gander_bench.train import child, contestants, models
+from gander_bench.train import child, contestants, kernels, models
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,7 +247,7 @@ def test_targets_of_training_name_what_failed_and_what_was_not_run():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "large"], "large is not one of small, medium, tiny, stand-in"),
+        (["--model", "large"], "large is not one of small, medium, llama3-8b, qwen3-8b, tiny"),
         (["--contestants", "jax"], "jax is not one of torch, torch.compile"),
         (["--device", "tpu"], "tpu is not available"),
     ],
@@ -282,6 +282,222 @@ def pinned(name):
     for distribution, rest in re.findall(r"^([\w.-]+)(==.*?) \\\n", Path(ROOT, name).read_text(), re.M):
         found.setdefault(distribution, set()).add(rest.partition(" ")[0])
     return found
+
+
+# ---- Whole models ----
+
+
+def of_a_run(name, number, ms, kernels=1.0, gib=10.0, model="llama3-8b", **others):
+    parts = {"products": 100.0, "attention": 9.0, "norms": kernels, "optimizer": 7.0, "other": kernels}
+    made = record(name, ms=ms, peak_gib=gib, kernels_ms=parts, **others)
+    return made | {"model": model, "run": number}
+
+
+def verdicts(found):
+    return {check.target: (check.measured, check.met()) for check in results.checks(found)}
+
+
+def test_targets_of_whole_models_are_judged_by_the_median_of_three_runs():
+    found = []
+    for number, (mine, liger) in enumerate([(9.0, 10.0), (12.0, 10.0), (10.0, 10.0)], 1):
+        found += [
+            of_a_run("liger", number, liger, kernels=2.0),
+            of_a_run("gander-hf", number, mine, kernels=1.0 + number / 10, gib=10 + 32 / 1024),
+            of_a_run("liger-linear", number, 10.0),
+            of_a_run("gander-hf-linear", number, 10.1, gib=10 + 700 / 1024),
+        ]
+    assert verdicts(found) == {
+        "gander-hf: time around products, attention and optimizer over liger's": (pytest.approx(0.6), True),
+        "gander-hf: time over liger's": (1.0, True),
+        "gander-hf: memory above liger's, MiB": (pytest.approx(32), True),
+        "gander-hf-linear: time around products, attention and optimizer over liger-linear's": (1.0, False),
+        "gander-hf-linear: time over liger-linear's": (pytest.approx(1.01), False),
+        "gander-hf-linear: memory above liger-linear's, MiB": (pytest.approx(700), False),
+    }
+    assert {check.point for check in results.checks(found)} == {"llama3-8b"}
+    assert {check.point for check in results.checks(found[:8])} == {"llama3-8b, 2 of 3 runs"}
+    assert results.checks([one | {"on": "cpu"} for one in found]) == []
+    assert results.checks([one | {"model": "tiny-qwen3"} for one in found]) == []
+
+
+def test_a_contestant_that_failed_misses_its_targets_and_a_mask_is_seen():
+    found = [
+        of_a_run("torch", 1, 20.0),
+        of_a_run("torch.compile", 1, 15.0),
+        of_a_run("liger", 1, 10.0),
+        record("gander-hf", error="OutOfMemoryError: no room") | {"model": "llama3-8b", "run": 1},
+    ]
+    found[1]["results"]["torch.compile"]["kernels_ms"]["attention"] = 30.0
+    by_target = {check.target: check.row()[3] for check in results.checks(found)}
+    assert by_target["gander-hf: time over liger's"] == "failed"
+    assert by_target["gander-hf-linear: time over liger-linear's"] == "not run"
+    assert verdicts(found)["torch.compile: attention's time over torch's"] == (pytest.approx(30 / 9), False)
+
+
+def test_figures_of_several_runs_are_those_of_the_median():
+    found = [of_a_run("torch", n, ms, gib=n, losses=[1.0]) for n, ms in enumerate([3.0, 1.0, 2.0], 1)]
+    assert report.of_contestants(found)["torch"]["peak_gib"] == 3
+    failed = record("torch", error="killed") | {"run": 4}
+    assert report.of_contestants([*found, failed])["torch"]["ms"] == 2.0
+    assert report.of_contestants([failed]) == {"torch": {"error": "killed"}}
+    (table,) = [report.kernels_table(found)]
+    assert table.rows == [["torch", "100.00", "9.00", "1.00", "7.00", "1.00", "2.00"]]
+
+
+def test_in_each_run_another_contestant_begins():
+    assert list(command._turns("abc", 2)) == [(1, "a"), (1, "b"), (1, "c"), (2, "b"), (2, "c"), (2, "a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    {
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128": "attention",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)": "attention",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN": "products",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "products",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
+        "_rms_norm_backward_kernel": "norms",
+        "_triton_rope": "rotary",
+        "_swiglu_forward_kernel": "MLP",
+        "liger_cross_entropy_kernel": "loss",
+        "element_mul_kernel": "loss",
+        "void at::native::vectorized_elementwise_kernel<4, silu_kernel(at::TensorIteratorBase&)>": "MLP",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>": (
+            "additions"
+        ),
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctorOnSelf_add<float>>": (
+            "other"
+        ),
+        "void cunn_SoftMaxForward<4, float, LogSoftMaxForwardEpilogue>": "loss",
+        "triton_red_fused__to_copy_mean_mul_pow_rsqrt_0": "norms",
+        "triton_poi_fused_mul_silu_3": "MLP",
+        "Memcpy DtoD (Device -> Device)": "other",
+    }.items(),
+)
+def test_kernels_have_parts(name, part):
+    assert kernels.part_of(name) == part
+
+
+def test_all_kernels_of_gander_have_parts():
+    """But softmax's, which no part of a model is."""
+    table = Path(ROOT, "kernels", "variants_gen.go").read_text()
+    parts = {}
+    for symbol in re.findall(r'Symbol: "(\w+)"', table):
+        parts.setdefault(kernels.part_of(symbol), set()).add(symbol)
+    assert set(parts) == {"norms", "loss", "rotary", "MLP", "other"}
+    assert all(re.match(r"(masked_)?softmax_", symbol) for symbol in parts["other"])
+    begins = {"norms": "(rms|layer)?norm|weight", "rotary": "(qk_norm_)?rotate|qk_norm", "MLP": "glu"}
+    for part, pattern in begins.items():
+        assert all(re.match(pattern, symbol) for symbol in parts[part]), part
+
+
+def launched(name, ts, dur, cat="kernel"):
+    return dict(cat=cat, name=name, ts=ts, dur=dur)
+
+
+def test_a_kernel_that_starts_early_and_waits_counts_once():
+    """The norm begins 40 us before the product ends, and the loss lies within the copy of another stream."""
+    events = [
+        dict(cat="cpu_op", name="aten::mm", ts=0, dur=5000),
+        launched("rmsnorm_forward_rows_bfloat16_128x4", 60, 90),
+        launched("nvjet_tst_128x256", 0, 100),
+        launched("Memcpy DtoD", 1000, 500, "gpu_memcpy"),
+        launched("liger_cross_entropy_kernel", 1100, 200),
+        launched("flash_fwd_kernel", 2000, 1000),
+        dict(name="process_name", ph="M"),
+    ]
+    found = kernels.breakdown(events, steps=2)
+    assert {part: ms for part, ms in found["kernels_ms"].items() if ms} == {
+        "products": 0.05,
+        "norms": 0.025,
+        "other": 0.25,
+        "attention": 0.5,
+    }
+    assert tuple(found["kernels_ms"]) == kernels.PARTS
+    assert found["attention_kernels"] == ["flash_fwd_kernel"]
+    assert report.around(found["kernels_ms"]) == pytest.approx(0.275)
+    assert kernels.breakdown(events[:1], steps=2) == {}
+
+
+def test_a_profile_is_read():
+    """Without a GPU it has torch's operators, and no kernels."""
+    x = torch.randn(8, 8)
+    events = trace.events(lambda: x @ x, torch.profiler.ProfilerActivity.CPU)
+    assert any(event.get("name") == "aten::mm" for event in events)
+    assert kernels.breakdown(events, 1) == {}
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-8b"])
+def test_whole_models_have_the_sizes_of_their_names(name):
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    model = models.build(models.PRESETS[name], "meta", 0)
+    parameters = sum(p.numel() for p in model.parameters())
+    # In billions, with all layers: see the configurations of Meta-Llama-3-8B and Qwen3-8B.
+    layers, whole = {"llama3-8b": (32, 8.03), "qwen3-8b": (36, 8.19)}[name]
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert parameters + (layers - 16) * layer == pytest.approx(whole * 1e9, rel=1e-3)
+
+
+def test_a_whole_model_in_small(small_corpus):
+    """All that runs on a CPU, on a model with grouped heads and norms of queries and keys."""
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    preset = models.PRESETS["tiny-qwen3"]
+    curves = {}
+    for name in preset.contestants:
+        if name == "torch.compile":
+            continue
+        try:
+            curves[name] = trained(name, model="tiny-qwen3")["losses"]
+        except contestants.NotRun as why:
+            assert name.startswith("liger") and "GPU" in str(why)
+    assert set(curves) == {name for name in preset.contestants if not name.startswith(("liger", "torch."))}
+    for name, curve in curves.items():
+        assert curve == pytest.approx(curves["torch"], abs=1e-4), name
+
+
+def test_what_gander_hf_leaves_is_an_error():
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    model = models.build(models.PRESETS["tiny"], "cpu", 0)
+    model.loss_function = causal = lambda *given, **more: None
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM is left: its loss is"):
+        contestants.CONTESTANTS["gander-hf"].prepare(model)
+    assert model.loss_function is causal
+
+
+def test_compiled_attention_is_that_of_eager(interpreted):
+    """F.scaled_dot_product_attention without a mask, and causal, whether torch.compile traces or not."""
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    model, tokens = models.build(models.PRESETS["tiny-qwen3"], "cpu", 0), torch.arange(16)[None]
+    calls, original = [], F.scaled_dot_product_attention
+    graphs = []
+
+    class Calls(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is original:
+                calls.append({**kwargs, "rank": args[0].dim()})
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        contestants._own(model)(tokens)
+
+    def backend(graph, inputs):
+        graphs.append([n for n in graph.graph.nodes if n.target is original])
+        return graph
+
+    torch._dynamo.optimize(backend)(contestants._own(model))(tokens)
+    compiled = [node.kwargs for nodes in graphs for node in nodes]
+    assert len(calls) == len(compiled) == 2
+    for options in (*calls, *compiled):
+        assert options["attn_mask"] is None and options["is_causal"] is True
+        assert options["enable_gqa"] is True
+
+
+def test_a_mask_is_refused():
+    pytest.importorskip("transformers", reason="./build.sh bench train installs transformers")
+    with pytest.raises(RuntimeError, match="has made an attention mask"):
+        models._attend(None, None, None, None, torch.ones(1))
 
 
 def test_both_lock_files_have_the_same_versions():

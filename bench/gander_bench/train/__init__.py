@@ -1,5 +1,5 @@
-"""`python -m gander_bench bench train`: a Llama trained with torch's operators, torch.compile's, Liger's and
-gander's."""
+"""`python -m gander_bench bench train`: a language model trained with torch's operators, torch.compile's,
+Liger's and gander's."""
 
 import dataclasses
 import importlib.metadata
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,8 @@ def main(
     model: Annotated[
         str | None,
         typer.Option(
-            help="small, medium, tiny or stand-in, which is torch alone; small on a GPU, else tiny."
+            help="small, medium, llama3-8b, qwen3-8b, tiny, tiny-qwen3, or stand-in, which is torch alone; "
+            "small on a GPU, else tiny."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 50,
@@ -28,7 +30,11 @@ def main(
     sequence: Annotated[int | None, typer.Option(min=2, help="In place of the model's: 2048.")] = None,
     contestants: Annotated[
         str | None,
-        typer.Option(help="torch,torch.compile,liger,liger-linear,gander,gander-linear,gander.compile, ..."),
+        typer.Option(help="torch,torch.compile,liger,liger-linear,gander-hf,gander-hf-linear,gander, ..."),
+    ] = None,
+    runs: Annotated[
+        int | None,
+        typer.Option(min=1, help="In each of which all contestants run; 3 for the whole models, else 1."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")
@@ -43,8 +49,8 @@ def main(
     seconds: Annotated[float, typer.Option(help="After this time a contestant has failed.")] = 900,
     plots: Annotated[bool, typer.Option(help="Draw a picture beside the JSON lines.")] = True,
 ) -> None:
-    """Trains a Llama of transformers with each contestant, each in a process of its own: milliseconds a step,
-    memory and the loss curve.
+    """Trains a model of transformers with each contestant, each in a process of its own: milliseconds a step,
+    memory, the loss curve and on a GPU the time of its kernels.
 
     Weights are random, and follow from the seed as the batches do. What fails or is not there is listed with
     the reason.
@@ -75,7 +81,9 @@ def main(
             "stand-in needs torch alone",
             param_hint="--model",
         )
-    names = words(contestants, tuple(CONTESTANTS), "--contestants") or tuple(CONTESTANTS)
+    names = (
+        words(contestants, tuple(CONTESTANTS), "--contestants") or preset.contestants or tuple(CONTESTANTS)
+    )
     point = {
         "section": "train",
         "model": model,
@@ -94,8 +102,9 @@ def main(
         f"{model}, {point['batch']} x {point['sequence']} tokens, {steps} steps, {point['dtype']}, {device}"
     )
     versions = _versions(preset.transformers)
-    for name in names:
-        named = point | {"contestant": name}
+    runs = runs or preset.runs
+    for number, name in _turns(names, runs):
+        named = point | {"contestant": name} | ({"run": number} if max(runs, preset.runs) > 1 else {})
         if store.has(named, [name]):
             continue
         settings = Settings(name, model, point["batch"], point["sequence"], steps, seed, device)
@@ -105,12 +114,22 @@ def main(
         except NotRun as why:
             version, figures = {}, {"not_run": str(why)}
         store.add(named, {"results": {name: figures}}, versions | version)
-        console.print(f"{name}: {_line(figures)}", highlight=False, markup=False, soft_wrap=True)
+        which = f"{name}, run {number}" if runs > 1 else name
+        console.print(f"{which}: {_line(figures)}", highlight=False, markup=False, soft_wrap=True)
     records = [record for record in records_of(store.path, "--out") if record["section"] == "train"]
     print_tables(console, records, None)
     if plots:
         draw_plots(console, records, store.path)
     console.print(f"written: {store.path}", soft_wrap=True)
+
+
+def _turns(names: Sequence[str], runs: int) -> Iterator[tuple[int, str]]:
+    """In each run all contestants, each time with another one first, so that what else the machine does meets
+    everyone. Turns are processes: two models with their optimizers do not fit on a GPU, and patches of
+    modules, as Liger's, would reach the next contestant."""
+    for run in range(runs):
+        first = run % len(names)
+        yield from ((run + 1, name) for name in (*names[first:], *names[:first]))
 
 
 def _versions(transformers: bool) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..demo.training import corpus
 from ..sections import reason
+from . import kernels
 from .contestants import CONTESTANTS, NotRun
 from .models import PRESETS, build
 
@@ -88,28 +89,34 @@ def measure(settings: Settings) -> dict:
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=settings.device == "cuda"
     )
+
+    def step(tokens):
+        loss = loss_of(tokens)
+        loss.backward()
+        if preset.clipped:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
     losses = torch.zeros(settings.steps, device=settings.device)
     warm_up = min(_WARM_UP, settings.steps // 2)
     clock = _Clock(settings.device)
     began = time.perf_counter()
-    for step, tokens in enumerate(data):
-        if step == warm_up:
+    for number, tokens in enumerate(data):
+        if number == warm_up:
             clock.mark()
             if settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / _WARM_UP)
-        loss = loss_of(tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step] = loss.detach()
-        if step == 0:
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (number + 1) / _WARM_UP)
+        losses[number] = step(tokens)
+        if number == 0:
             losses[0].item()  # waits for the device
             first = time.perf_counter() - began
-        if step >= warm_up:
+        if number >= warm_up:
             clock.mark()
     milliseconds = clock.milliseconds()
+    peak = _peak_gib(settings.device)
     curve = losses.tolist()
     bad = next((i for i, value in enumerate(curve) if not math.isfinite(value)), None)
     if bad is not None:
@@ -118,7 +125,8 @@ def measure(settings: Settings) -> dict:
     return {
         "ms": round(ms, 3),
         "tokens_per_second": round(settings.batch * settings.sequence / ms * 1e3, 1),
-        **_peak_gib(settings.device),
+        **peak,
+        **(kernels.profiled(lambda: step(data[-1])) if settings.device == "cuda" else {}),
         "first_step_s": round(first, 3),
         "parameters": parameters,
         **(_graphs() if contestant.compiled else {}),

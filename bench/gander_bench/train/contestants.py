@@ -37,6 +37,11 @@ def _own(model: nn.Module) -> Loss:
     return lambda tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
+def _family(model: nn.Module) -> str | None:
+    """transformers' name for the kind of a model, such as "llama"; None of a stand-in."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 # ---- Liger: its own patch, which also replaces rotary embeddings and SwiGLU ----
 
 
@@ -44,15 +49,16 @@ def _liger(prepare: Callable[[nn.Module], Loss], **replaced: bool) -> Callable[[
     """Liger's patch, and then another contestant's changes. replaced: the patch's options."""
 
     def patch_and_prepare(model):
-        if type(model).__name__ != "LlamaForCausalLM":
-            raise NotRun("Liger patches transformers' Llama, and this model is a stand-in")
+        family = _family(model)
+        if family is None:
+            raise NotRun("Liger patches models of transformers, and this model is a stand-in")
         if not next(model.parameters()).is_cuda:
             raise NotRun("Liger's kernels run on a GPU")
         try:
-            from liger_kernel.transformers import apply_liger_kernel_to_llama
+            import liger_kernel.transformers as liger
         except ImportError as error:
             raise NotRun(f"liger-kernel cannot be imported: {error}") from None
-        apply_liger_kernel_to_llama(**replaced, model=model)
+        getattr(liger, f"apply_liger_kernel_to_{family}")(**replaced, model=model)
         return prepare(model)
 
     return patch_and_prepare
@@ -62,6 +68,25 @@ _LOSS = {"cross_entropy": True, "fused_linear_cross_entropy": False}
 _LINEAR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": True}
 # Rotary embeddings and SwiGLU alone.
 _NO_NORMS_NO_LOSS = {"rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+# ---- gander.hf: all that it replaces ----
+
+
+def _hf(**options) -> Callable[[nn.Module], Loss]:
+    """gander.hf.apply. What it leaves would be measured as gander's, so nothing may be left."""
+
+    def prepare(model):
+        if _family(model) is None:
+            raise NotRun("gander.hf changes models of transformers, and this model is a stand-in")
+        import gander.hf
+
+        report = gander.hf.apply(model, **options)
+        if report.left:
+            raise RuntimeError("; ".join(f"{entry.module} is left: {entry.detail}" for entry in report.left))
+        return _own(model)
+
+    return prepare
 
 
 # ---- gander: the RMSNorm modules and the loss ----
@@ -129,6 +154,8 @@ CONTESTANTS = {
     "torch.compile": Contestant(_own, compiled=True, distribution="torch"),
     "liger": Contestant(_liger(_own, **_LOSS), distribution="liger-kernel"),
     "liger-linear": Contestant(_liger(_own, **_LINEAR_LOSS), distribution="liger-kernel"),
+    "gander-hf": Contestant(_hf()),
+    "gander-hf-linear": Contestant(_hf(loss="linear")),
     "gander": Contestant(_gander),
     "gander-linear": Contestant(_gander_linear),
     "gander+liger": Contestant(_liger(_gander, **_NO_NORMS_NO_LOSS), distribution="liger-kernel"),

@@ -1,4 +1,5 @@
-"""The models that are trained: transformers' Llama made from a config, and a stand-in in torch alone."""
+"""The models that are trained: transformers' Llama and Qwen3 made from a config, and a stand-in in torch
+alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,13 +26,46 @@ class Preset:
     batch: int
     sequence: int
     transformers: bool = True
+    family: str = "Llama"  # of transformers
+    kv_heads: int | None = None  # as many as heads if None
+    theta: float = 10000.0  # of the rotary embeddings
+    clipped: bool = True  # whether a step clips gradients
+    runs: int = 1  # in which the contestants take turns
+    contestants: tuple[str, ...] | None = None  # by default; None: all
 
 
-# tiny and stand-in are checks of the command, in float32 so that the loss curves agree closely.
+# Who the targets of whole models are about: without torch.compile, but for torch's own.
+_WHOLE = ("torch", "torch.compile", "liger", "liger-linear", "gander-hf", "gander-hf-linear")
+# Half of the layers of the models that they are named after, which with the optimizer's state fill a GPU of
+# 80 GB. Gradients are not clipped, which reads each of them once more for all contestants alike.
+_HALF = dict(kv_heads=8, clipped=False, runs=3)
+
+# tiny, tiny-qwen3 and stand-in are checks of the command, in float32 so that the loss curves agree closely.
 PRESETS = {
     "small": Preset(16, 1024, 3072, 16, 128256, True, torch.bfloat16, 8, 2048),
     "medium": Preset(24, 2048, 5632, 32, 32000, False, torch.bfloat16, 8, 2048),
+    "llama3-8b": Preset(
+        *(16, 4096, 14336, 32, 128256, False, torch.bfloat16, 1, 8192),
+        **_HALF,
+        theta=500000.0,
+        contestants=_WHOLE,
+    ),
+    "qwen3-8b": Preset(
+        *(16, 4096, 12288, 32, 151936, False, torch.bfloat16, 1, 8192),
+        **_HALF,
+        theta=1000000.0,
+        family="Qwen3",
+        contestants=_WHOLE,
+    ),
     "tiny": Preset(2, 64, 192, 4, 512, True, torch.float32, 2, 64),
+    "tiny-qwen3": Preset(
+        *(2, 64, 192, 4, 512, False, torch.float32, 1, 128),
+        family="Qwen3",
+        kv_heads=2,
+        clipped=False,
+        runs=3,
+        contestants=_WHOLE,
+    ),
     "stand-in": Preset(2, 64, 192, 4, 512, True, torch.float32, 2, 64, transformers=False),
 }
 
@@ -40,24 +74,56 @@ def build(preset: Preset, device: str, seed: int) -> nn.Module:
     """The model with random weights, which follow from the seed and the kind of device."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model = _llama(preset) if preset.transformers else StandIn(preset).to(preset.dtype)
+        model = _of_transformers(preset) if preset.transformers else StandIn(preset).to(preset.dtype)
     return model.train()
 
 
-def _llama(preset: Preset) -> nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def _attend(module, query, key, value, attention_mask, **options):
+    """transformers' attention by F.scaled_dot_product_attention, which is causal where it gets no mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    config = LlamaConfig(
+    if attention_mask is not None:
+        raise RuntimeError(
+            "transformers has made an attention mask, which fast attention kernels do not take"
+        )
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+def _register_attention() -> str:
+    """Gives transformers an attention under a name for which it knows no masks, so that it makes none.
+
+    Beside "sdpa" it leaves the mask out (`_ignore_causal_mask_sdpa` of its masking_utils.py), but not while
+    torch.compile traces with torch before 2.14, to which that looks like an export: it then makes the (S, S)
+    mask, for which torch has no flash attention, and attention takes several times as long as uncompiled.
+    """
+    from transformers import AttentionInterface
+
+    name = "gander_bench_causal"
+    AttentionInterface.register(name, _attend)
+    return name
+
+
+def _of_transformers(preset: Preset) -> nn.Module:
+    import transformers
+
+    heads = preset.width // preset.heads
+    config = getattr(transformers, f"{preset.family}Config")(
         vocab_size=preset.vocabulary,
         hidden_size=preset.width,
         intermediate_size=preset.hidden,
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads or preset.heads,
+        head_dim=heads,
+        rope_parameters={"rope_type": "default", "rope_theta": preset.theta},
         max_position_embeddings=preset.sequence,
         rms_norm_eps=EPS,
         tie_word_embeddings=preset.tied,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=preset.dtype, attn_implementation="sdpa")
+    attention = _register_attention()
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=preset.dtype, attn_implementation=attention
+    )
 
 
 def targets(labels: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def few(m: int = 4, file: str = GRID) -> str:
 def training(file: str, model: str = "small") -> str:
     """A table of a step of training: its milliseconds and its memory, uncompiled and compiled."""
     found = report.of(records_of(file), "train", model=model, on="cuda")
-    results = {name: each for r in found for name, each in r["results"].items() if "ms" in each}
+    results = {name: each for name, each in report.of_contestants(found).items() if "ms" in each}
     if not results:
         raise LookupError(f"{file}.jsonl has no training of {model}")
     rows = []
