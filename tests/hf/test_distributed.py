@@ -58,7 +58,7 @@ def run_fsdp(rank, loss, order, units):
     if order == "after":
         shard()
         sharded = [type(module) for module in model.modules()]
-    report = gander.hf.apply(model, loss=loss)
+    report = gander.hf.apply(model, loss=loss, qk_norm=True)
     assert not report.left
     if order == "before":
         shard()

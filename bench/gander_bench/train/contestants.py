@@ -81,6 +81,8 @@ def _hf(**options) -> Callable[[nn.Module], Loss]:
             raise NotRun("gander.hf changes models of transformers, and this model is a stand-in")
         import gander.hf
 
+        if options.get("qk_norm") and not hasattr(model.model.layers[0].self_attn, "q_norm"):
+            raise NotRun(f"{type(model).__name__} has no norms of queries and keys")
         report = gander.hf.apply(model, **options)
         if report.left:
             raise RuntimeError("; ".join(f"{entry.module} is left: {entry.detail}" for entry in report.left))
@@ -156,6 +158,8 @@ CONTESTANTS = {
     "liger-linear": Contestant(_liger(_own, **_LINEAR_LOSS), distribution="liger-kernel"),
     "gander-hf": Contestant(_hf()),
     "gander-hf-linear": Contestant(_hf(loss="linear")),
+    "gander-hf-qk": Contestant(_hf(qk_norm=True)),
+    "gander-hf-linear-qk": Contestant(_hf(loss="linear", qk_norm=True)),
     "gander": Contestant(_gander),
     "gander-linear": Contestant(_gander_linear),
     "gander+liger": Contestant(_liger(_gander, **_NO_NORMS_NO_LOSS), distribution="liger-kernel"),

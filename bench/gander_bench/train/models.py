@@ -36,6 +36,7 @@ class Preset:
 
 # Who the targets of whole models are about: without torch.compile, but for torch's own.
 _WHOLE = ("torch", "torch.compile", "liger", "liger-linear", "gander-hf", "gander-hf-linear")
+_WHOLE_QWEN3 = (*_WHOLE, "gander-hf-qk", "gander-hf-linear-qk")
 # Half of the layers of the models that they are named after, which with the optimizer's state fill a GPU of
 # 80 GB. Gradients are not clipped, which reads each of them once more for all contestants alike.
 _HALF = dict(kv_heads=8, clipped=False, runs=3)
@@ -55,7 +56,7 @@ PRESETS = {
         **_HALF,
         theta=1000000.0,
         family="Qwen3",
-        contestants=_WHOLE,
+        contestants=_WHOLE_QWEN3,
     ),
     "tiny": Preset(2, 64, 192, 4, 512, True, torch.float32, 2, 64),
     "tiny-qwen3": Preset(
@@ -64,7 +65,7 @@ PRESETS = {
         kv_heads=2,
         clipped=False,
         runs=3,
-        contestants=_WHOLE,
+        contestants=_WHOLE_QWEN3,
     ),
     "stand-in": Preset(2, 64, 192, 4, 512, True, torch.float32, 2, 64, transformers=False),
 }

@@ -1,4 +1,5 @@
-"""Puts gander into a Hugging Face model: its RMSNorms, the activations of its MLPs and experts, and its loss.
+"""Puts gander into a Hugging Face model: its RMSNorms, its rotary embeddings, the activations of its MLPs and
+experts, and its loss.
 
 `apply(model)` changes this one instance and nothing else. `undo(model)` takes it back. An adapter: it uses
 gander's public functions, and neither gander nor this package imports transformers before a call needs it.

@@ -27,6 +27,7 @@ def apply(
     loss: Loss | None = "cross_entropy",
     rotary: bool = True,
     mlp: bool = True,
+    qk_norm: bool = False,
 ) -> Report:
     """Puts gander into a model, in place: this instance changes, and nothing else.
 
@@ -46,13 +47,16 @@ def apply(
         rotary: Replace the rotary position embeddings of attentions, where a function of their module whose
             name begins with apply_rotary computes them.
         mlp: Replace the product of activation and up projection in gated MLPs and experts.
+        qk_norm: Compute the norms of queries and keys together with their rotary embeddings, where an
+            attention has such norms (Qwen3, Gemma 3). It needs norms and rotary. Not by default, because its
+            gain has not been measured on a GPU.
 
     Returns:
         What was replaced and what was left, which str() makes a table of.
 
     Raises:
         TypeError: An argument of another type.
-        ValueError: loss.
+        ValueError: loss, or qk_norm without norms and rotary.
         ImportError: transformers is missing or too old.
         NotImplementedError: The parameters are divided by DeepSpeed's ZeRO-3.
     """
@@ -60,7 +64,7 @@ def apply(
         raise TypeError(
             f"model is {type(model).__name__}, expected a torch.nn.Module, such as a model of transformers"
         )
-    _check(norms, loss, rotary, mlp)
+    _check(norms, loss, rotary, mlp, qk_norm)
     notes = _versions.require()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise NotImplementedError(
@@ -73,18 +77,21 @@ def apply(
     if norms:
         _apply_to_norms(model, draft)
     if rotary:
-        _apply_to_attentions(model, draft)
+        _apply_to_attentions(model, draft, qk_norm)
     if loss is not None:
         _apply_to_loss(model, loss, draft)
     return draft.report(notes)
 
 
-def _check(norms: Any, loss: Any, rotary: Any, mlp: Any) -> None:
-    for name, flag in (("norms", norms), ("rotary", rotary), ("mlp", mlp)):
+def _check(norms: Any, loss: Any, rotary: Any, mlp: Any, qk_norm: Any) -> None:
+    flags = {"norms": norms, "rotary": rotary, "mlp": mlp, "qk_norm": qk_norm}
+    for name, flag in flags.items():
         if type(flag) is not bool:
             raise TypeError(f"{name} is {flag!r}, expected True or False")
     if loss not in ("cross_entropy", "linear", None):
         raise ValueError(f"loss is {loss!r}, expected 'cross_entropy', 'linear' or None")
+    if qk_norm and not (norms and rotary):
+        raise ValueError("qk_norm is True, expected False without norms and rotary, which it joins")
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -104,7 +111,7 @@ def _apply_to_norms(model: nn.Module, draft: Draft) -> None:
             draft.left("norm", module, name, str(left))
 
 
-def _apply_to_attentions(model: nn.Module, draft: Draft) -> None:
+def _apply_to_attentions(model: nn.Module, draft: Draft, qk_norm: bool) -> None:
     for name, module in _modules(model):
         if not _rotary.is_candidate(module):
             continue
@@ -116,6 +123,11 @@ def _apply_to_attentions(model: nn.Module, draft: Draft) -> None:
         draft.replaced("rotary", module, name, by)
         for reason in reasons:
             draft.left("rotary", module, name, reason)
+        if qk_norm:
+            try:
+                draft.replaced("qk_norm", module, name, _rotary.replace_norms(module))
+            except Left as left:
+                draft.left("qk_norm", module, name, str(left))
 
 
 def _apply_to_mlps(model: nn.Module, draft: Draft) -> None:
@@ -179,7 +191,7 @@ def undo(model: M) -> M:
     return model
 
 
-_Options = tuple[bool, "Loss | None", bool, bool]
+_Options = tuple[bool, "Loss | None", bool, bool, bool]
 
 # What models get that are loaded in this context, and the list of their reports.
 _active: ContextVar[tuple[_Options, list[Report]] | None] = ContextVar("gander.hf.patched", default=None)
@@ -191,7 +203,11 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def patched(
-    norms: bool = True, loss: Loss | None = "cross_entropy", rotary: bool = True, mlp: bool = True
+    norms: bool = True,
+    loss: Loss | None = "cross_entropy",
+    rotary: bool = True,
+    mlp: bool = True,
+    qk_norm: bool = False,
 ) -> Iterator[list[Report]]:
     """Models that are loaded inside this context get `apply`, with these arguments.
 
@@ -202,6 +218,7 @@ def patched(
         loss: As in apply.
         rotary: As in apply.
         mlp: As in apply.
+        qk_norm: As in apply.
 
     Returns:
         A list, to which each model adds its report.
@@ -210,11 +227,11 @@ def patched(
         TypeError, ValueError: As apply.
         ImportError: transformers is missing or too old.
     """
-    _check(norms, loss, rotary, mlp)
+    _check(norms, loss, rotary, mlp, qk_norm)
     _versions.require()
     reports: list[Report] = []
     _count_contexts(1)
-    token = _active.set(((norms, loss, rotary, mlp), reports))
+    token = _active.set(((norms, loss, rotary, mlp, qk_norm), reports))
     try:
         yield reports
     finally:

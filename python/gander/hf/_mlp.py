@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import gander
 
-from ._probe import Left, bare, forward, quiet, random, scalars
+from ._pending import Pending
+from ._probe import Left, bare, features, forward, quiet, random, scalars
 from ._swap import Mixin, out_of_reach, own_class, subclass, swap
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,8 +34,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 }
 
 
-class Activated:
+class Activated(Pending):
     """The activation of gate, which is computed together with the product, or else when it is used."""
+
+    _kept: ClassVar[tuple[str, ...]] = ("module", "gate")
 
     def __init__(self, module: Activation, gate: Tensor) -> None:
         self.module, self.gate = module, gate
@@ -57,19 +60,7 @@ class Activated:
         if function in _PRODUCTS and len(args) == 2 and not kwargs:
             first, second = args
             return first.times(second) if isinstance(first, Activated) else second.times(first)
-        args = [_computed(value) for value in args]
-        return function(*args, **{name: _computed(value) for name, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("module", "gate"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-
-def _computed(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_computed(one) for one in value])
-    return value.tensor() if isinstance(value, Activated) else value
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class Activation(Mixin):
@@ -180,17 +171,10 @@ def _try(parent: nn.Module, act: nn.Module, product: str, bias: bool, implementa
         raise Left("it computes something else than act(gate) * up")
 
 
-def _features(module: nn.Module | None) -> tuple[int, ...]:
-    """(in_features, out_features) of a linear layer of any kind, or ()."""
-    features = [getattr(module, name, None) for name in ("in_features", "out_features")]
-    sizes = tuple(size for size in features if isinstance(size, int))
-    return sizes if len(sizes) == 2 else ()
-
-
 def _sizes(module: nn.Module) -> Iterator[int]:
     """The sizes of the linear layers and parameters of a module."""
     for child in module._modules.values():
-        yield from _features(child)
+        yield from features(child)
     for parameter in module._parameters.values():
         yield from () if parameter is None else parameter.shape
 
@@ -225,7 +209,7 @@ class _Small:
     def _child(self, name: str, child: nn.Module | None, bias: bool) -> nn.Module | None:
         if child is None:
             return None
-        if not (sizes := _features(child)):
+        if not (sizes := features(child)):
             if next(child.parameters(), None) is not None:
                 raise Left(f"its child {name}, {type(child).__name__}, is no linear layer")
             return bare(child)

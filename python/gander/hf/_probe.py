@@ -69,3 +69,10 @@ def forward(module: nn.Module, *args: Any) -> Tensor:
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).to(dtype)
+
+
+def features(module: nn.Module | None) -> tuple[int, ...]:
+    """(in_features, out_features) of a linear layer of any kind, or ()."""
+    features = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    sizes = tuple(size for size in features if isinstance(size, int))
+    return sizes if len(sizes) == 2 else ()

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-Kind = Literal["norm", "rotary", "mlp", "loss"]
+Kind = Literal["norm", "rotary", "qk_norm", "mlp", "loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Entry:
     """Modules of one class that were replaced in one way, or left for one reason.
 
     Args:
-        kind: "norm", "rotary", "mlp" or "loss".
+        kind: "norm", "rotary", "qk_norm", "mlp" or "loss".
         module: The name of their class.
         detail: What stands in their place, or why they were left.
         names: Their names in the model. "" is the model itself.

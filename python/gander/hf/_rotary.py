@@ -10,13 +10,15 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 import gander
 
+from . import _heads
+from ._pending import computed
 from ._probe import Left, quiet, random
 from ._swap import Mixin, out_of_reach, own_class, swap
 
@@ -151,7 +153,8 @@ def _replacement(function: Callable[..., Any]) -> _Replacement:
     forms = _find(function)
     words = _FORMS[forms[max(forms)]].words
 
-    def rotate(rows: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
+    def rotate(rows: tuple[Any, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
+        rows = computed(rows)
         q, k = (*rows, None)[:2]
         form = _served(forms, q, k, cos, sin, dim)
         if form is None:
@@ -161,10 +164,19 @@ def _replacement(function: Callable[..., Any]) -> _Replacement:
         q, k = (_turned(y, dim) for y in results)
         return q if len(rows) == 1 else (q, k)
 
-    def one(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    def one(x: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         return rotate((x,), cos, sin, unsqueeze_dim)
 
-    def both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    def both(q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if isinstance(q, _heads.Normed) and isinstance(k, _heads.Normed):
+            rows = q.rows(), k.rows()
+            form, norms = _served(forms, *rows, cos, sin, unsqueeze_dim), _heads.options(q, k)
+            if form is not None and norms is not None and form.options["casting_mode"] == "llama":
+                turned = [_turned(x, unsqueeze_dim) for x in rows]
+                options = {**form.options, **norms.named}
+                tables = form.table(cos), form.table(sin)
+                results = gander.qk_norm_rotary(*turned, *norms.weights, *tables, **options)
+                return tuple(_turned(y, unsqueeze_dim) for y in results)
         return rotate((q, k), cos, sin, unsqueeze_dim)
 
     made = one if [*inspect.signature(function).parameters] == _SINGLE else both
@@ -248,3 +260,16 @@ def replace(module: nn.Module) -> tuple[str, list[str]]:
         raise Left("; ".join(reasons) or f"it calls no function of its own module named {_PREFIX}...")
     swap(module, Attention)
     return ", ".join(sorted({replacement.words for replacement in replaced.values()})), reasons
+
+
+def replace_norms(module: nn.Module) -> str:
+    """Of an attention that was replaced: has the norms of its heads computed together with their rotary
+    embeddings. Says by what and which norms."""
+    original = cast(Any, own_class(module))._gander_recipe[0]
+    replaced, _ = _functions(original)
+    if len(replaced) != 1:
+        raise Left(f"it calls {', '.join(replaced)}, expected one function that rotates")
+    ((name, replacement),) = replaced.items()
+    return _heads.replace(
+        module, lambda other: _rebound(original.forward, {name: other}), replacement.function
+    )
