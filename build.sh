@@ -630,7 +630,7 @@ check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/pyth
 # gander.hf with the packages that it adapts to.
 check_hf() {
   PYTHON=$VENV/bin/python
-  more_packages hf "transformers, accelerate and PEFT"
+  more_packages hf "transformers, accelerate, PEFT and TRL"
   OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
 }
 
