@@ -588,8 +588,9 @@ def train_tables(records) -> list[Table]:
             rows[-1].append(str(figures.get("graph_breaks", "")))
         runs = len({r.get("run") for r in mine})
         notes.append(
-            "Each contestant in a process of its own; Liger and gander-hf also replace rotary embeddings and "
-            "SwiGLU, which +liger takes from Liger."
+            "Each contestant in a process of its own; Liger also replaces rotary embeddings and SwiGLU, "
+            "which +liger takes from it."
+            + (" So does gander-hf." if any(name.startswith("gander-hf") for name in results) else "")
             + (f" Of {runs} runs the one with the median time." if runs > 1 else "")
         )
         title = f"{train_title(mine)} ({_where(mine)})"
@@ -599,6 +600,7 @@ def train_tables(records) -> list[Table]:
     return tables
 
 
+WHOLE_MODELS = ("llama3-8b", "qwen3-8b")  # whose targets are judged
 _APART = ("products", "attention", "optimizer")  # parts of a step that gander does not change
 
 

@@ -13,6 +13,7 @@ from .report import (
     LIBRARY_MS,
     NEW_SHAPE_MS,
     TITLES,
+    WHOLE_MODELS,
     Table,
     algorithms_tables,
     around,
@@ -195,7 +196,6 @@ def _training(records) -> Iterator[Check]:
 
 # Whole models: who is compared with whom, because both have the same kind of loss, and how many MiB more
 # memory it may take.
-_WHOLE_MODELS = ("llama3-8b", "qwen3-8b")
 _SAME_LOSS = (("gander-hf", "liger", 64), ("gander-hf-linear", "liger-linear", 600))
 
 
@@ -207,7 +207,7 @@ def _whole_models(records) -> Iterator[Check]:
     """By the median over the runs. A ratio is taken within a run, in which the contestants took turns."""
     for mine in runs_of_training([r for r in of(records, "train") if r["on"] == "cuda"]):
         model = mine[0]["model"]
-        if model not in _WHOLE_MODELS:
+        if model not in WHOLE_MODELS:
             continue
         runs: dict[int, dict[str, dict]] = {}
         for r in mine:

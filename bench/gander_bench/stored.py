@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .records import read
-from .report import latest, unique
+from .report import WHOLE_MODELS, latest, newest, of, unique
 
 
 class Missing(LookupError):
@@ -62,3 +62,16 @@ def with_contestant(records: list[dict], others: list[dict], contestant: str) ->
     if lacking := [point(r) for r in records if point(r) not in figures]:
         raise Missing(f"the other run lacks {contestant} at {lacking[0]} and {len(lacking) - 1} more points")
     return [r | {"results": r["results"] | {contestant: figures[point(r)]}} for r in records]
+
+
+def whole_models(folder: Path | str) -> tuple[str, list[dict]] | None:
+    """The newest file of a folder in which whole models were trained on a GPU, and these records; None where
+    there is no such file."""
+    found = []
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        if "train" not in path.name:
+            continue
+        trained = [r for r in of(latest(read(path)), "train") if r["on"] == "cuda"]
+        if records := [r for r in trained if r["model"] in WHOLE_MODELS]:
+            found.append((path.stem, records))
+    return max(found, key=lambda each: newest(each[1])["date"], default=None)

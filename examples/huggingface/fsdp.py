@@ -1,7 +1,10 @@
 """Trains a language model whose parameters FSDP2 divides among processes, on gander.
 
-torchrun --standalone --nproc-per-node 2 fsdp.py    # a tiny model with random parameters, on a CPU
-torchrun --standalone --nproc-per-node 8 fsdp.py meta-llama/Llama-3.1-8B    # a GPU for each process
+    torchrun --standalone --nproc-per-node 2 fsdp.py
+    torchrun --standalone --nproc-per-node 8 fsdp.py meta-llama/Llama-3.1-8B
+
+Each process has a GPU if torch has one, else they share the CPU. Without a name the model is tiny, and takes
+seconds there.
 """
 
 import os

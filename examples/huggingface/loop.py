@@ -1,7 +1,9 @@
 """Trains a language model of transformers in a plain loop, on gander.
 
-python loop.py                            # a tiny model with random parameters, in seconds on a CPU
-python loop.py meta-llama/Llama-3.2-1B    # on a GPU if torch has one
+    python loop.py
+    python loop.py meta-llama/Llama-3.2-1B
+
+It runs on a GPU if torch has one, else on the CPU. Without a name the model is tiny, and takes seconds there.
 """
 
 import sys

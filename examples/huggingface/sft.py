@@ -1,7 +1,9 @@
 """Fine-tunes a language model with TRL's SFTTrainer, on gander.
 
-python sft.py                                     # a tiny model with random parameters, in seconds on a CPU
-python sft.py meta-llama/Llama-3.2-1B-Instruct    # on a GPU if torch has one
+    python sft.py
+    python sft.py meta-llama/Llama-3.2-1B-Instruct
+
+It runs on a GPU if torch has one, else on the CPU. Without a name the model is tiny, and takes seconds there.
 """
 
 import sys

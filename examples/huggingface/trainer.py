@@ -1,7 +1,9 @@
 """Trains a language model with Hugging Face's Trainer, on gander.
 
-python trainer.py                            # a tiny model with random parameters, in seconds on a CPU
-python trainer.py meta-llama/Llama-3.2-1B    # on a GPU if torch has one
+    python trainer.py
+    python trainer.py meta-llama/Llama-3.2-1B
+
+It runs on a GPU if torch has one, else on the CPU. Without a name the model is tiny, and takes seconds there.
 """
 
 import sys

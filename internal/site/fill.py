@@ -36,7 +36,9 @@ def filled(text: str) -> str:
             raise
         if "\n" in fact and not is_block:
             raise ValueError(f"{mark['start']} makes several lines: its end has to stand on another line")
-        return mark["start"] + (f"\n\n{fact}\n\n" if is_block else fact) + mark["end"]
+        if is_block:
+            fact = f"\n\n{fact}\n\n" if fact else "\n"
+        return mark["start"] + fact + mark["end"]
 
     return MARK.sub(made, text)
 

@@ -38,7 +38,7 @@ with open(f"{folder}/{how}-{os.environ['RANK']}", "w") as file:
 
 
 def documentation(name):
-    return ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()), clean=False)
+    return ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
 
 
 def run(name, monkeypatch, arguments=()):
@@ -54,7 +54,7 @@ def assert_same_curve(found, expected):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_trains_as_without_gander(name, monkeypatch, capsys):
-    assert f"    python {name}.py " in documentation(name)
+    assert f"\n    python {name}.py\n" in documentation(name)
     calls, applied = set(), False
     for function in FUNCTIONS:
         original = getattr(gander, function)
@@ -105,7 +105,7 @@ def test_a_model_is_named_by_an_argument(monkeypatch, tmp_path):
 
 
 def test_fsdp2_in_two_processes(tmp_path):
-    assert "    torchrun --standalone --nproc-per-node 2 fsdp.py " in documentation("fsdp")
+    assert "\n    torchrun --standalone --nproc-per-node 2 fsdp.py\n" in documentation("fsdp")
     (tmp_path / "driver.py").write_text(DRIVER)
     losses, environment = {}, os.environ | {"OMP_NUM_THREADS": "1"}
     for how in "with", "without":

@@ -6,17 +6,25 @@ import sys
 from pathlib import Path
 
 import gander.hf
+import models
 import pytest
 import torch
+import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 from test_docs import NEED_HF, name_of, run, snippets
 
 
 @pytest.mark.parametrize("page", NEED_HF, ids=name_of)
-def test_page(page, capsys):
+def test_page(page, capsys, monkeypatch):
     torch.manual_seed(0)
-    run(page, "cpu")
+
+    def from_pretrained(name):  # a model that would have to be downloaded
+        assert "/" in name
+        return models.model("Llama")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    run(page, "cpu", with_hf=True)
     printed = capsys.readouterr().out
     for _, _, text in snippets(page, "text"):  # what a snippet before it prints
         for line in text.splitlines():

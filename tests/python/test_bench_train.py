@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
-from gander_bench import cases, plots, records, report, results, trace
+from gander_bench import cases, plots, records, report, results, stored, trace
 from gander_bench import train as command
 from gander_bench.demo import training
 from gander_bench.train import child, contestants, kernels, models
@@ -342,6 +342,20 @@ def test_figures_of_several_runs_are_those_of_the_median():
     assert report.of_contestants([failed]) == {"torch": {"error": "killed"}}
     (table,) = [report.kernels_table(found)]
     assert table.rows == [["torch", "100.00", "9.00", "1.00", "7.00", "1.00", "2.00"]]
+
+
+def test_the_newest_record_of_whole_models_is_found(tmp_path):
+    def write(name, found):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+
+    assert stored.whole_models(tmp_path) is None
+    write("a-train", [record("torch", ms=1.0, losses=[1.0])])  # another model
+    write("b-train", [of_a_run("torch", 1, 2.0) | {"on": "cpu"}])
+    assert stored.whole_models(tmp_path) is None
+    write("d-train", [of_a_run("torch", 1, 2.0) | {"date": "2026-01-02"}])
+    write("c-train", [of_a_run("torch", 1, 3.0) | {"date": "2026-01-03"}, record("torch", ms=1.0)])
+    name, (found,) = stored.whole_models(tmp_path)
+    assert name == "c-train" and found["results"]["torch"]["ms"] == 3.0
 
 
 def test_in_each_run_another_contestant_begins():

@@ -36,27 +36,69 @@ def snippets(page, *languages):
             yield text[: found.start()].count("\n") + 1, found["language"], found["code"]
 
 
-def run(page, device):
-    """Runs the Python snippets of a page, one after the other, with the same names."""
+def needs_hf(code):
+    return re.search(r"^(from|import) transformers", code, re.MULTILINE) is not None
+
+
+def run(page, device, with_hf=False):
+    """Runs the Python snippets of a page, one after the other, with the same names; those that import
+    transformers only with_hf."""
     names = {"__name__": "snippet"}
     for line, _, code in snippets(page, "python"):
+        if needs_hf(code) and not with_hf:
+            continue
         source = "\n" * line + (code if device == "cuda" else code.replace('"cuda"', f'"{device}"'))
         exec(compile(source, name_of(page), "exec"), names)
 
 
-# The check `hf` runs these, where the packages are that they need.
-NEED_HF = [ROOT / "docs/huggingface.md"]
-WITH_PYTHON = [page for page in PAGES if any(snippets(page, "python")) and page not in NEED_HF]
+# The check `hf` runs these, where the packages are that they need. Of README.md this check runs the others.
+NEED_HF = [page for page in PAGES if any(needs_hf(code) for _, _, code in snippets(page, "python"))]
+WITH_PYTHON = [
+    page for page in PAGES if any(snippets(page, "python")) and page != ROOT / "docs/huggingface.md"
+]
 
 
 def test_pages_are_found():
     assert {"README.md", "docs/five-minutes.md"} <= {name_of(page) for page in WITH_PYTHON}
+    assert {name_of(page) for page in NEED_HF} == {"README.md", "docs/huggingface.md"}
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python(page):
     torch.manual_seed(0)
     run(page, "cpu")
+
+
+def test_a_mark_without_a_fact_stays_empty(monkeypatch):
+    monkeypatch.setattr(fill.facts, "nothing", lambda: "", raising=False)
+    text = "a\n<!--= nothing() -->\n\nbefore\n\n<!--/-->\nb"
+    assert fill.filled(text) == "a\n<!--= nothing() -->\n<!--/-->\nb"
+
+
+def test_the_table_of_whole_models(monkeypatch):
+    """It is made from the newest record, and there is none before a GPU was measured."""
+    from facts import standing
+
+    parts = {"products": 100.0, "attention": 9.0, "optimizer": 7.0, "norms": 1.5}
+    figures = dict(ms=120.4, peak_gib=60.0, kernels_ms=parts)
+    record = dict(
+        section="train", model="llama3-8b", dtype="bfloat16", batch=1, sequence=8192, steps=20, seed=0
+    )
+    record |= dict(on="cuda", environment={"device": "NVIDIA H200"})
+    found = [
+        record | dict(contestant=name, run=run, results={name: figures})
+        for name in ("liger", "gander-hf")
+        for run in (1, 2, 3)
+    ]
+    monkeypatch.setattr(standing.stored, "whole_models", lambda folder: ("a-train", found))
+    monkeypatch.setattr(standing, "card", lambda file: "H200")
+    table = standing.whole_models()
+    assert "| llama3-8b | liger | 120 | 1.5 | 60.0 |" in table
+    assert "| llama3-8b | gander-hf | 120 | 1.5 | 60.0 |" in table
+    assert "H200, half of the layers, 1 x 8192 tokens, bfloat16, the median of 3 runs." in table
+    assert "liger |" not in standing.whole_models("gander-hf")
+    monkeypatch.setattr(standing.stored, "whole_models", lambda folder: None)
+    assert standing.whole_models() == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

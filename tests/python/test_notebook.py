@@ -182,7 +182,7 @@ def test_the_training_cell_fails_without_torch(tmp_path):
 def test_the_committed_training_is_that_of_the_files():
     cells = under(committed(), "A whole model")
     shown = "\n".join(map(said, cells))
-    assert len(cells) == 2
+    assert len(cells) == 3
     for name in TRAINING:
         for table in report.train_tables(report.latest(records.read(RESULTS / name))):
             assert table.markdown() in shown

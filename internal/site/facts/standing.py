@@ -2,8 +2,9 @@
 
 import statistics
 
-from gander_bench import models, report
+from gander_bench import models, report, stored
 
+from . import ROOT
 from .measured import GRID, IN_PLACE, PEERS, card, geomean, points_of, ratios, records_of
 from .tables import named, table_of
 
@@ -205,6 +206,32 @@ def training(file: str, model: str = "small") -> str:
     note = f"{card(file)}, {size}, {first['batch']} x {first['sequence']} tokens, {first['dtype']}"
     columns = ["contestant", "ms a step", "GiB", "compiled: ms a step", "GiB"]
     return table_of(columns, rows, f"{note}. {named(file)}")
+
+
+def whole_models(*contestants: str) -> str:
+    """A table of whole models on gander.hf beside Liger with the same kind of loss: times and memory of a
+    step. Nothing before a GPU has measured them. contestants: all if none is named."""
+    measured = stored.whole_models(ROOT / "bench/results")
+    if measured is None:
+        return ""
+    file, found = measured
+    rows = []
+    for mine in report.runs_of_training(found):
+        for name, each in report.of_contestants(mine).items():
+            if "ms" in each and name in (contestants or (name,)):
+                cells = (
+                    f"{each['ms']:.0f}",
+                    f"{report.around(each['kernels_ms']):.1f}",
+                    f"{each['peak_gib']:.1f}",
+                )
+                rows.append([mine[0]["model"], name, *cells])
+    first = found[0]
+    note = (
+        f"{card(file)}, half of the layers, {first['batch']} x {first['sequence']} tokens, {first['dtype']}, "
+        f"the median of {len({r.get('run') for r in found})} runs. {named(file)}"
+    )
+    columns = ["model", "contestant", "ms a step", "around products, attention, optimizer", "GiB"]
+    return table_of(columns, rows, note, align="llr")
 
 
 _CPUS = {"Intel Xeon": "cpu-xeon-2-threads-5b9b1e1", "AMD EPYC": "cpu-2-threads-fece478"}

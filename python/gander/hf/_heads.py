@@ -121,7 +121,8 @@ def replace(attention: nn.Module, reach: Callable[[Callable[..., Any]], Any], ro
     """
     with quiet():
         names = _norms_of_heads(attention, reach)
-    found = [[m for m in attention._modules[name].modules() if isinstance(m, Norm)] for name in names]  # type: ignore[union-attr]
+    children = (attention.get_submodule(name) for name in names)
+    found = [[module for module in child.modules() if isinstance(module, Norm)] for child in children]
     for pair in zip(*found):  # noqa: B905 - PEFT has both, or one of them
         with quiet():
             _try(pair, rotate)
