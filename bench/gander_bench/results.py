@@ -229,6 +229,13 @@ def _whole_models(records) -> Iterator[Check]:
             yield check(f"time over {other}'s", (a["ms"] / b["ms"] for a, b in ran), 1)
             more = ((a["peak_gib"] - b["peak_gib"]) * 1024 for a, b in ran)
             yield check(f"memory above {other}'s, MiB", more, mib)
+        for name in ("gander-hf-qk", "gander-hf-linear-qk"):  # an option that stays if it gains so much
+            other = name.removesuffix("-qk")
+            both = [(run[name], run[other]) for run in runs.values() if name in run and other in run]
+            ratios = [a["ms"] / b["ms"] for a, b in both if "ms" in a and "ms" in b]
+            if ratios:
+                kind = f"{name}: time over {other}'s"
+                yield Check(kind, "training", model, models.median_of(ratios), at_most=0.99)
         attention = [
             run["torch.compile"]["kernels_ms"]["attention"] / run["torch"]["kernels_ms"]["attention"]
             for run in runs.values()

@@ -320,6 +320,17 @@ def test_targets_of_whole_models_are_judged_by_the_median_of_three_runs():
     assert results.checks([one | {"model": "tiny-qwen3"} for one in found]) == []
 
 
+def test_an_option_is_judged_beside_the_same_without_it():
+    found = [
+        of_a_run(name, number, ms, model="qwen3-8b")
+        for number, ms in ((1, 98.0), (2, 99.5), (3, 97.0))
+        for name, ms in (("gander-hf-qk", ms), ("gander-hf", 100.0))
+    ]
+    assert verdicts(found)["gander-hf-qk: time over gander-hf's"] == (pytest.approx(0.98), True)
+    assert verdicts(found[2:4])["gander-hf-qk: time over gander-hf's"] == (pytest.approx(0.995), False)
+    assert not any("-qk" in target for target in verdicts(found[1::2]))
+
+
 def test_a_contestant_that_failed_misses_its_targets_and_a_mask_is_seen():
     found = [
         of_a_run("torch", 1, 20.0),
