@@ -34,6 +34,8 @@ if how == "without":
 losses = runpy.run_path(example, run_name="__main__")["losses"]
 with open(f"{folder}/{how}-{os.environ['RANK']}", "w") as file:
     json.dump(losses, file)
+sys.stdout.flush()
+os._exit(0)  # torch's threads for gloo can abort an interpreter that ends (pytorch#179291)
 """
 
 

@@ -18,7 +18,7 @@ LEFT = {
     "Llama4": {("rotary", "Llama4TextAttention", "apply_rotary_emb: it takes xq, xk, freqs_cis,")},
     "GptOss": {("mlp", "GptOssExperts", "its gate is none of the known activations")},
 }
-NO_LINEAR_LOSS = {"Gemma2", "Granite"}  # a cap, a scale
+MAPPED = {"Gemma2": ", softcap ", "Granite": ", scale "}  # what models do to their head's result
 FORMS = {
     "rmsnorm, rounded once": {"Gemma4", "Gemma4, experts", "GptOss", "Olmo2"},
     "rmsnorm, times 1 + weight": {"Qwen3.5", "Gemma2", "Gemma3"},
@@ -75,12 +75,9 @@ def test_the_report_names_what_is_replaced_and_what_is_left(family):
 def test_the_linear_loss_is_taken_where_it_is_the_same(family):
     report = gander.hf.apply(models.model(family), loss="linear")
     details = [e.detail for e in report.replaced if e.kind == "loss"]
-    if family in NO_LINEAR_LOSS:
-        assert details == ["cross_entropy"]
-        reason = f"linear_cross_entropy: {family}ForCausalLM.forward changes the logits"
-        assert any(e.detail.startswith(reason) for e in report.left)
-    else:
-        assert details == ["linear_cross_entropy, in the head"]
+    assert len(details) == 1
+    assert details[0].startswith("linear_cross_entropy, in the head" + MAPPED.get(family, ""))
+    assert ("scale" in details[0] or "softcap" in details[0]) == (family in MAPPED)
 
 
 @ALL

@@ -42,8 +42,9 @@ def apply(
             times 1 + weight.
         loss: "cross_entropy" replaces the loss that is computed from logits. "linear" computes it in the head
             while the model is trained, and the output then has no logits. Where that would be another loss
-            (logits with a cap or a scale, a head with LoRA, quantised or divided among ranks) it is the
-            former. None keeps the loss. It is replaced only where it is transformers' ForCausalLMLoss.
+            (logits that are changed by more than a cap and a scale, a head with LoRA, quantised or divided
+            among ranks) it is the former. None keeps the loss. It is replaced only where it is transformers'
+            ForCausalLMLoss.
         rotary: Replace the rotary position embeddings of attentions, where a function of their module whose
             name begins with apply_rotary computes them.
         mlp: Replace the product of activation and up projection in gated MLPs and experts.

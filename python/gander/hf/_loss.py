@@ -36,8 +36,9 @@ def causal_lm_loss(
 
 
 def linear_lm_loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The loss itself where the head has computed it in place of logits."""
-    return logits if logits.dim() == 0 else causal_lm_loss(logits, *args, **kwargs)
+    """0 where the head has computed the loss in place of logits, which the model may then have changed: Model
+    adds it to what the model makes of this."""
+    return torch.zeros_like(logits) if logits.dim() == 0 else causal_lm_loss(logits, *args, **kwargs)
 
 
 def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -71,10 +72,11 @@ class Head(Mixin):
             return cast(Tensor, cast(Any, super()).forward(x))
         target = _shifted(task.labels, task.shift_labels, task.ignore_index).view(-1).to(x.device)
         options = _reduction(task.num_items_in_batch, x.device)
+        options |= vars(self).get("_gander_map", {}) | {"ignore_index": task.ignore_index}
         rows = x.reshape(-1, x.shape[-1])
-        return gander.linear_cross_entropy(
-            rows, linear.weight, target, linear.bias, ignore_index=task.ignore_index, **options
-        )
+        loss = gander.linear_cross_entropy(rows, linear.weight, target, linear.bias, **options)
+        vars(self)["_gander_loss"] = loss
+        return loss  # FSDP2 puts a hook on it
 
 
 class Model(Mixin):
@@ -100,10 +102,11 @@ class Model(Mixin):
                 output = original.forward(self, *args, **kwargs)
             finally:
                 vars(head).pop("_gander_task", None)
-            # Where the head was not called with the labels' rows, these are logits.
-            if output.logits is None or output.logits.dim() > 0:
+                loss = vars(head).pop("_gander_loss", None)
+            if loss is None:  # the head was not called with the labels' rows
                 return output
-            return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+            kept = {name: value for name, value in output.items() if name != "logits"}
+            return type(output)(**kept | {"loss": output.loss + loss})
 
         return {"forward": forward}
 
@@ -132,25 +135,31 @@ def replace(model: Any, loss: str) -> tuple[str, str | None]:
     refusal = None
     if loss == "linear":
         try:
-            head = _linear_head(model)
+            head, mapped = _linear_head(model)
         except Left as left:
             refusal = str(left)
         else:
             swap(head, Head)
             swap(model, Model)
+            if mapped:
+                vars(head)["_gander_map"] = mapped
             model.loss_function = linear_lm_loss
-            return "linear_cross_entropy, in the head", None
+            words = "".join(f", {name} {value:.4g}" for name, value in mapped.items())
+            return "linear_cross_entropy, in the head" + words, None
     model.loss_function = causal_lm_loss
     return "cross_entropy", refusal
 
 
 def restore(model: Any) -> None:
+    for module in model.children():
+        vars(module).pop("_gander_map", None)
     if vars(model).get("_loss_function") in (causal_lm_loss, linear_lm_loss):
         del model._loss_function
 
 
-def _linear_head(model: Any) -> nn.Linear:
-    """The head that may compute the loss. Refuses, in words, what linear_cross_entropy does not compute."""
+def _linear_head(model: Any) -> tuple[nn.Linear, dict[str, float]]:
+    """The head that may compute the loss, and what the model does to its logits, as linear_cross_entropy's
+    options. Refuses, in words, what that does not compute."""
     head = model.get_output_embeddings()
     if head is None or own_class(head) is not nn.Linear:
         raise Left(f"its head is {type(head).__name__}, expected torch.nn.Linear")
@@ -168,8 +177,7 @@ def _linear_head(model: Any) -> nn.Linear:
         if (reason := out_of_reach(module)) is not None:
             raise Left(reason)
     with quiet():
-        _try_forward(model, names[0])
-    return cast(nn.Linear, head)
+        return cast(nn.Linear, head), _try_forward(model, names[0])
 
 
 def _is_sharded_by_fsdp(*modules: nn.Module) -> bool:
@@ -202,20 +210,44 @@ class _Stub(nn.Module):
         return _Outputs(random(1, 4, 8, dtype=torch.float32))
 
 
+_SMALL, _LARGE = 1e-3, 1e30
+
+
 class _Recording(nn.Linear):
-    """A head that keeps what it has returned."""
+    """A head that returns numbers of ours, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(8, 16, bias=False)
-        self.results: list[Tensor] = []
+        self.calls = 0
+        ends = torch.tensor([_SMALL, _LARGE, -_LARGE])
+        self.result = torch.cat((torch.linspace(-60, 60, 61), ends)).view(1, 4, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.results.append(super().forward(x))
-        return self.results[-1]
+        self.calls += 1
+        return self.result.clone()
 
 
-def _try_forward(model: Any, head_name: str) -> None:
-    """Proves that a model hands its head's result, as it is, to the loss, together with the labels."""
+def _map(logits: Any, x: Tensor) -> dict[str, float] | None:
+    """What turns x into logits: nothing, a scale, or a cap. None for anything else."""
+    if logits is None or logits.shape != x.shape or not logits.isfinite().all():
+        return None
+    if torch.equal(logits.float(), x):
+        return {}
+    y, x = logits.double().flatten(), x.double().flatten()
+    scale, cap = y[-3].item() / _SMALL, y[-2].item()
+    if scale <= 0 or cap <= 0:
+        return None
+    for exact in 1.0, 1 / max(1, round(1 / scale)):  # without the rounding of this trial
+        scale = exact if abs(scale / exact - 1) < 1e-6 else scale
+    capped = cap < _LARGE / 1e6
+    z = cap * torch.tanh(x * scale / cap) if capped else x * scale
+    if not torch.allclose(y, z, rtol=1e-5, atol=1e-7):
+        return None
+    return ({} if scale == 1 else {"scale": scale}) | ({"softcap": cap} if capped else {})
+
+
+def _try_forward(model: Any, head_name: str) -> dict[str, float]:
+    """Finds what a model does to its head's result before it hands it to the loss, together with labels."""
     copy: Any = bare(model)
     head = _Recording()
     copy._modules.update({name: _Stub() for name in model._modules} | {head_name: head})
@@ -237,8 +269,9 @@ def _try_forward(model: Any, head_name: str) -> None:
         raise Left(f"{name}.forward, tried with a stub, raises {type(error).__name__}: {text}") from error
     if not given:
         raise Left(f"{name}.forward does not call its loss_function")
-    logits = given.get("logits")
-    if len(head.results) != 1 or logits is None or not torch.equal(logits.float(), head.results[0]):
-        raise Left(f"{name}.forward changes the logits between its head and its loss (a cap, a scale)")
+    mapped = _map(given.get("logits"), head.result) if head.calls == 1 else None
+    if mapped is None:
+        raise Left(f"{name}.forward changes its head's logits before its loss by more than a cap and a scale")
     if given.get("num_items_in_batch") != 3 or not torch.equal(given.get("labels", ids + 1), ids):
         raise Left(f"{name}.forward changes the labels, or drops num_items_in_batch")
+    return mapped
