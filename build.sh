@@ -31,6 +31,7 @@ fi
 readonly VERSION ABI
 readonly LIBRARY=python/gander/lib/libgander.so.$ABI
 readonly KERNEL=python/gander/_torch/libgander_torch.so # the kernels' registration with PyTorch
+readonly HANDLERS=python/gander/jax/libgander_jax.so    # XLA's calls of the operators
 readonly DEFAULT_ARCHS="sm_90 compute_80 compute_90"
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 compute_80 compute_90"
 readonly SOURCES="capi cmd dlpack internal kernels ops python"
@@ -339,25 +340,27 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC PACKAGE [VERSION]: builds libgander.so.ABI from Go, and libgander_torch.so, which registers the
-# operators with PyTorch, from C. Puts what C and C++ need beside them. VERSION is that of a wheel.
+# library CC PACKAGE [VERSION]: builds libgander.so.ABI from Go, and from C libgander_torch.so, which registers
+# the operators with PyTorch, and libgander_jax.so, through which XLA calls them. Puts what C and C++ need
+# beside them. VERSION is that of a wheel.
 #
 # Every copy of the library, in a wheel or installed, has the same SONAME. By it a loader finds the one that
 # the process has: two copies would be two Go runtimes.
 library() {
-  mkdir -p "$2/lib" "$2/_torch"
+  mkdir -p "$2/lib" "$2/_torch" "$2/jax"
   local linker="'-Wl,--version-script=$ROOT/capi/exports_gen.map' -Wl,-soname,libgander.so.$ABI" facts
   facts="-X main.commit=$(commit) -X main.nvcc=$(nvcc_version) -X main.wheel=${3:-}"
   CC="'$1'" go build -buildmode=c-shared -tags cuda,netgo,osusergo -trimpath \
     -ldflags "-s -w -buildid= -B=none $facts -extldflags \"$linker\"" -o "$2/lib/libgander.so.$ABI" ./capi
   rm -f "$2/lib/libgander.so.h" # the header is capi/gander.h
   development "$2"
-  local name
-  for name in kernels fast; do
+  local source
+  for source in _torch/c/kernels _torch/c/fast jax/c/handlers; do
     "$1" -std=gnu11 -O2 -fPIC -fexceptions -fvisibility=hidden -Wall -Wextra -Werror -I capi -I dlpack \
-      -c -o "$STATE/$name.o" "python/gander/_torch/c/$name.c"
+      -I python/gander/_native/c -c -o "$STATE/${source##*/}.o" "python/gander/$source.c"
   done
   "$1" -shared -o "$2/_torch/libgander_torch.so" "$STATE/kernels.o" "$STATE/fast.o" -ldl -lpthread
+  "$1" -shared -o "$2/jax/libgander_jax.so" "$STATE/handlers.o" -ldl -lpthread
 }
 
 # development PREFIX: writes the headers, and the files by which pkg-config and CMake find them and the
@@ -377,7 +380,7 @@ development() {
 }
 
 library_sources() {
-  find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/_torch/c \
+  find capi dlpack kernels ops internal/driver internal/policy internal/sizes python/gander/*/c \
     go.mod go.sum -type f ! -name '*_test.go'
 }
 
@@ -386,7 +389,7 @@ compiled() {
   local archs=${GANDER_ARCHS:-$DEFAULT_ARCHS} want
   step "kernels for $archs" kernels "$archs"
   want=$(library_sources | digest "$(go version)" "$(commit)" "$(nvcc_version)" "$(sha256sum <build.sh)")
-  [[ -f $LIBRARY && -f $KERNEL ]] && current library "$want" && return
+  [[ -f $LIBRARY && -f $KERNEL && -f $HANDLERS ]] && current library "$want" && return
   step "the library" library gcc python/gander
   stamp library "$want"
 }
@@ -959,7 +962,7 @@ task_docs() {
 task_clean() {
   rm -rf "$ROOT/.venv" "$STATE" dist bench/{build,*.egg-info} demo.png
   rm -rf python/gander/{include,lib}
-  rm -f python/gander/_*/*.so kernels/images/{*.fatbin,SHA256SUMS}
+  rm -f python/gander/*/*.so kernels/images/{*.fatbin,SHA256SUMS}
   [[ ${1:-} != --cache ]] || rm -rf "$CACHE"
 }
 

@@ -47,7 +47,7 @@ def _said(option: str) -> str:
 _BASH = shutil.which("bash")
 VERSION, ABI = _said("--numbers").split() or ("", "")
 # What build.sh makes in the package: the libraries, and what C and C++ need.
-LIBRARIES = f"lib/libgander.so.{ABI}", "_torch/libgander_torch.so"
+LIBRARIES = f"lib/libgander.so.{ABI}", "_torch/libgander_torch.so", "jax/libgander_jax.so"
 DEVELOPMENT = (
     "include/gander.h",
     "include/dlpack.h",

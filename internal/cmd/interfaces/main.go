@@ -1,6 +1,6 @@
 // Command interfaces generates code from the table of operators (internal/operators): the checks of package
-// ops, the C ABI with its header, the functions that PyTorch calls, and the tables that Python reads. `go
-// generate ./internal/operators` runs it.
+// ops, the C ABI with its header, the functions that PyTorch and XLA call, and the tables that Python reads.
+// `go generate ./internal/operators` runs it.
 package main
 
 import (
@@ -57,6 +57,7 @@ func write(root string) error {
 		"python/gander/_arrays/operators_gen.py": pythonArrays(),
 		"python/gander/_torch/operators_gen.py":  pythonFunctions(),
 		"python/gander/_torch/c/operators_gen.h": torchOperators(),
+		"python/gander/jax/c/operators_gen.h":    jaxOperators(),
 		"tests/c/functions_gen.h":                testFunctions(),
 		"tests/c/layout_gen.h":                   testLayouts(),
 	}

@@ -13,13 +13,7 @@ import (
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
-	t.add("\n#define OPERATOR_FUNCTIONS(F) \\")
-	var functions []string
-	for _, o := range all() {
-		functions = append(functions, "  F(gander_"+o.full()+")")
-	}
-	t.add("%s", strings.Join(functions, " \\\n"))
-	t.add("\nstatic struct {\n  LIBRARY_FUNCTIONS(DECLARE_LIBRARY)\n} lib;")
+	libraryFunctions(&t)
 	var list []string
 	for _, o := range all() {
 		for i := range o.Torch {

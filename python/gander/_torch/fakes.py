@@ -6,31 +6,25 @@ be symbolic. Comparing equal symbolic sizes adds no guard. A condition on sizes 
 time becomes an assertion in the graph.
 """
 
-import math
-import re
 import sys
-from functools import reduce
-from operator import and_, or_
 
 import torch
 
 from .._table import (
     ALGORITHMS,
-    ANY,
     DTYPES,
     IF_SERVED,
     OPERATORS,
     REDUCTIONS,
-    SHAPES,
     TORCH,
     arguments,
     demand,
-    forms,
     made_sizes,
     operands,
     sizes,
     tensors,
 )
+from .._table.checks import allowed_dtypes, dtype_refusal, listed, shape_conditions
 from .registry import by_name, registry, untraced
 from .tensors import statistic
 
@@ -48,41 +42,6 @@ def _is_for_aot_inductor():
 
 def _name(dtype):
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(names):
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _equal(a, b):
-    """Whether a shape has these sizes. The answer may be symbolic."""
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and reduce(and_, (n is ANY or m == n for m, n in pairs), True)
-
-
-def _is(form, shape, first):
-    """Whether a shape is a form."""
-    if not form.count:
-        return _equal(shape, sizes(form.sizes, first))
-    before, counted, after = re.fullmatch("([^LS]*)([LS]?)([^LS]*)", form.sizes).groups()
-    start, end = len(sizes(before, first)), len(shape) - len(sizes(after, first))
-    if start > end:
-        return False
-    fixed = _equal(shape[:start] + shape[end:], sizes(before + after, first))
-    return fixed & (math.prod(shape[start:end]) == math.prod(sizes(counted, first)))
-
-
-def _broadcasts(shape, to):
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and reduce(and_, ((m == n) | (m == 1) for m, n in pairs), True)
-
-
-def _is_table(shape, sequences):
-    """Whether a shape is that of a table, or of one for each sequence. A size of 1 may stand for all."""
-    *leading, _, _ = shape if len(shape) > 1 else (*sequences, 0, 0, 0)
-    one = reduce(and_, (size == 1 for size in leading), True)
-    return (len(leading) in (0, len(sequences))) & (one | _equal(leading, sequences))
 
 
 class _Call:
@@ -110,74 +69,20 @@ class _Call:
         if tensor.dtype == torch.float64 and device.type == "cuda":
             self.fail(
                 NotImplementedError,
-                f"{name} has dtype float64 on {device}, expected {_listed(DTYPES['companion'].narrow)} "
+                f"{name} has dtype float64 on {device}, expected {listed(DTYPES['companion'].narrow)} "
                 "there; convert it, or move the operands to host memory, where float64 is served",
             )
-        if name != self.x:
-            self.check_shape(operand, shape)
-        elif len(shape) < SHAPES[operand.shape].rank > 1:
-            expected = "(..., tokens, heads, columns) of rank 3 or more"
-            self.fail(ValueError, f"{name} has shape {shape}, expected {expected}; reshape it")
-        elif not shape:
-            expected = "rows (M, N) of rank 1 or more"
-            self.fail(ValueError, f"{name} has rank 0, expected {expected}; reshape it to (1, 1)")
-        else:
-            expected = "a last dimension of 1 or more"
-            self.check(
-                shape[-1] >= 1, lambda: f"{name} has shape {shape}, expected {expected}; skip the call"
-            )
-            if operand.shape != "rows":
-                self.check_shape(operand, shape)
+        for condition, message in shape_conditions(self.name, operand, shape, self.values):
+            self.check(condition, message)
         if name in self.operator.writes:
             self.check_written(name, tensor)
 
     def check_dtype(self, operand, dtype, choice=None):
-        rule = DTYPES[operand.dtype]
-        allowed = rule.wide if self.first.dtype == torch.float64 else rule.narrow
-        if operand.dtype == "same":
-            like = self.values[operand.like]  # a gradient of what is not there has no elements
-            allowed = [_name((self.first if like is None else like).dtype)]
+        like = self.values.get(operand.like)  # a gradient of what is not there has no elements
+        like = (self.first if like is None else like).dtype
+        allowed = allowed_dtypes(operand, self.first.dtype == torch.float64, _name(like))
         if _name(dtype) not in allowed:
-            found = f"{choice or operand.name} has dtype {_name(dtype)}"
-            self.fail(TypeError, f"{found}, expected {_listed(allowed)}; convert it")
-
-    def check_shape(self, operand, shape):
-        first, like = tuple(self.first.shape), self.values.get(operand.fits)
-        allowed, without = forms(self.name, operand, self.values), ""
-        if operand.fits and like is None:
-            allowed, without = allowed[:1], f" without a {operand.fits}"
-
-        def message():
-            found, expected = f"{operand.name} has shape {shape}", []
-            if like is not None:
-                return f"{found}, expected {tuple(like.shape)} as {operand.fits}"
-            if layout == "broadcast":
-                return f"{found}, expected one that broadcasts to {first}, the shape of {self.x}"
-            if layout == "tables":
-                return (
-                    f"{found}, expected (positions, width), or before that {first[:-3]}, the sequences of "
-                    f"{self.x}, or as many 1s"
-                )
-            for form in allowed:
-                size = sizes(form.sizes, first)
-                if form.count and form.sizes in ("", "L", "S"):
-                    size = math.prod(size)
-                    found = f"{operand.name} has shape {shape}, which is {math.prod(shape)} elements"
-                size = str(size).replace(repr(ANY), ANY)
-                expected.append(f"{size}{form.text.replace('{x}', self.x)}")
-            expected = ", or ".join(expected) or f"{self.x} of rank 2 or more"
-            return f"{found}, expected {expected}{without}"
-
-        layout = SHAPES[operand.shape].layout
-        if like is not None:
-            fits = _equal(shape, like.shape)
-        elif layout == "broadcast":
-            fits = _broadcasts(shape, first)
-        elif layout == "tables":
-            fits = _is_table(shape, first[:-3])
-        else:
-            fits = reduce(or_, (_is(form, shape, first) for form in allowed), False)
-        self.check(fits, message)
+            self.fail(TypeError, dtype_refusal(choice or operand.name, _name(dtype), allowed))
 
     def check_written(self, name, tensor):
         """Refuses tensors with elements that may share memory, like shares_memory in c/kernels.c."""

@@ -6,22 +6,21 @@
  * libgander.
  *
  *   cd python/gander/_torch; gcc -O2 -std=gnu11 -fPIC -shared -fexceptions -fvisibility=hidden \
- *       -I ../../../capi -I ../../../dlpack c/kernels.c c/fast.c -o libgander_torch.so -ldl -lpthread
+ *       -I ../../../capi -I ../../../dlpack -I ../_native/c c/kernels.c c/fast.c -o libgander_torch.so \
+ *       -ldl -lpthread
  *
  * All operators run through run_operator, which reads the table of operators (operators_gen.h). It owns the
  * handles that it gets. It describes each tensor as a DLTensor, allocates the outputs through torch, calls
  * the C function that borrows them, and deletes the handles. Only then does it report a failure. This throws
  * a C++ exception through the frames of this file (hence -fexceptions), but never through a frame of Go. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "library.h"
 #include "torch.h"
 
 /* The version of torch whose ABI this file uses: 2.10.0. */
@@ -83,7 +82,6 @@ static int32_t as_int32(Value value) {
 #define LIBRARY_FUNCTIONS(F) \
   F(gander_abi_version) \
   F(gander_last_error) F(gander_set_num_threads) F(gander_set_parallel_for) OPERATOR_FUNCTIONS(F)
-#define DECLARE_LIBRARY(name) __typeof__(&name) name;
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
     (void)inputs, (void)outputs; \
@@ -92,40 +90,13 @@ static int32_t as_int32(Value value) {
 
 #include "operators_gen.h"
 
-static char library_path[4096];
-static char load_error[1024]; /* empty if libgander was loaded */
 static pthread_once_t load_once = PTHREAD_ONCE_INIT;
 static pid_t registered_in; /* torch's threads do not exist in a child process, which would wait for them */
 
-#define STRING(macro) STRING_OF(macro)
-#define STRING_OF(text) #text
+DEFINE_LOAD_LIBRARY
 
-/* The libgander that the process has, or else that of the package. gander._native says why. */
 static void load(void) {
-  void* handle = dlopen("libgander.so." STRING(GANDER_ABI_VERSION), RTLD_NOW | RTLD_NOLOAD);
-  struct link_map* loaded;
-  if (handle == NULL) handle = dlopen(library_path, RTLD_NOW | RTLD_LOCAL);
-  else if (dlinfo(handle, RTLD_DI_LINKMAP, &loaded) == 0) /* for messages */
-    snprintf(library_path, sizeof library_path, "%s", loaded->l_name);
-  if (handle == NULL) {
-    snprintf(load_error, sizeof load_error, "gander: cannot load its library: %s", dlerror());
-    return;
-  }
-#define LOOK_UP(name) \
-  if ((lib.name = (__typeof__(&name))dlsym(handle, #name)) == NULL) { \
-    snprintf(load_error, sizeof load_error, \
-             "gander: %.800s has no " #name \
-             ", expected libgander in this package's version; install that, " \
-             "or call gander before the process loads another one", \
-             library_path); \
-    return; \
-  }
-  LIBRARY_FUNCTIONS(LOOK_UP)
-  if (lib.gander_abi_version() != GANDER_ABI_VERSION)
-    snprintf(load_error, sizeof load_error,
-             "gander: %.800s has ABI version %d, expected %d; reinstall gander", library_path,
-             (int)lib.gander_abi_version(), GANDER_ABI_VERSION);
-  else if (getpid() == registered_in) lib.gander_set_parallel_for(torch.torch_parallel_for);
+  if (load_library() && getpid() == registered_in) lib.gander_set_parallel_for(torch.torch_parallel_for);
 }
 
 /* ---- One call ---- */
