@@ -28,6 +28,7 @@ var pythonRooms = map[string][]string{
 	"info":        {"_table", "_native", "_backend", "_functions", "_words"},
 	"distributed": {"_table", "_debug", "_functions", "_torch", "_words"},
 	"nn":          {"_table", "_functions", "_torch", "_words"},
+	"jax":         {"_table", "_native", "_functions", "_words"},
 	"check":       {"__init__"},
 	"hf":          {"__init__"}, // an adapter
 	"__init__":    nil,

@@ -1,7 +1,7 @@
 """Which shapes and dtypes the table's rules allow, and what a refusal says, for those who know them before a
 call runs: torch's fake kernels, and JAX's traces. The library says the same of a call that runs.
 
-Sizes may be symbolic, and so may conditions. Comparing equal symbolic sizes adds no guard to a graph of torch.
+Sizes may be symbolic, and so may conditions. Comparing equal symbolic sizes adds no guard to a torch graph.
 """
 
 import math
@@ -11,7 +11,7 @@ from functools import reduce
 from operator import and_, or_
 from typing import Any
 
-from . import ANY, DTYPES, SHAPES, Operand, forms, operands, sizes
+from . import ALGORITHMS, ANY, DTYPES, IF_SERVED, REDUCTIONS, SHAPES, Operand, Option, forms, operands, sizes
 
 
 def listed(names: Any) -> str:
@@ -112,11 +112,30 @@ def _refusal(name: str, operand: Operand, shape: tuple, values: Mapping[str, Any
 
 
 def allowed_dtypes(operand: Operand, wide: bool, like: str) -> tuple[str, ...]:
-    """The names of the dtypes that an operand may have. wide: the first operand is float64. like: the dtype of
-    operand.like, or of the first operand."""
+    """The names of the dtypes that an operand may have.
+
+    wide: the first operand is float64. like: the dtype of operand.like, or of the first operand.
+    """
     rule = DTYPES[operand.dtype]
     return (like,) if operand.dtype == "same" else rule.wide if wide else rule.narrow
 
 
 def dtype_refusal(named: str, dtype: str, allowed: tuple[str, ...]) -> str:
     return f"{named} has dtype {dtype}, expected {listed(allowed)}; convert it"
+
+
+_NAMES: dict[str, tuple[str, ...]] = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
+
+
+def option_refusal(option: Option, value: Any, first: str, rank: int) -> str:
+    """What is wrong with an option's value, or "". rank: that of the first operand."""
+    names = _NAMES.get(option.type, ())
+    code = value & ~IF_SERVED if option.type == "algorithm" and value else value
+    if names and value is not None and code not in range(len(names)):
+        return f"{option.name} is {value}, expected 0 ({names[0]}) to {len(names) - 1} ({names[-1]})"
+    if value and rank < option.rank:
+        return (
+            f"{option.name} is set for {first} of rank {rank}, expected rank {option.rank} or more; reshape "
+            f"it, or leave {option.name} out"
+        )
+    return ""

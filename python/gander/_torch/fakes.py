@@ -11,11 +11,8 @@ import sys
 import torch
 
 from .._table import (
-    ALGORITHMS,
     DTYPES,
-    IF_SERVED,
     OPERATORS,
-    REDUCTIONS,
     TORCH,
     arguments,
     demand,
@@ -24,11 +21,9 @@ from .._table import (
     sizes,
     tensors,
 )
-from .._table.checks import allowed_dtypes, dtype_refusal, listed, shape_conditions
+from .._table.checks import allowed_dtypes, dtype_refusal, listed, option_refusal, shape_conditions
 from .registry import by_name, registry, untraced
 from .tensors import statistic
-
-_NAMES = {"algorithm": ALGORITHMS, "reduction": REDUCTIONS}
 
 # A program that AOTInductor of torch 2.10 packages gives operators other dtypes than those of the graph, and
 # reads their results as the graph's: https://github.com/pytorch/pytorch/issues/169157.
@@ -97,17 +92,8 @@ class _Call:
                 )
 
     def check_option(self, option, value):
-        names = _NAMES.get(option.type, ())
-        code = value & ~IF_SERVED if option.type == "algorithm" else value
-        if names and code not in range(len(names)):
-            expected = f"0 ({names[0]}) to {len(names) - 1} ({names[-1]})"
-            self.fail(ValueError, f"{option.name} is {value}, expected {expected}")
-        if value and self.first.ndim < option.rank:
-            self.fail(
-                ValueError,
-                f"{option.name} is set for {self.x} of rank {self.first.ndim}, expected rank {option.rank} "
-                f"or more; reshape it, or leave {option.name} out",
-            )
+        if refusal := option_refusal(option, value, self.x, self.first.ndim):
+            self.fail(ValueError, refusal)
 
     def check_choice(self, name, dtype):
         if not _PACKAGES_DTYPES and _is_for_aot_inductor():

@@ -148,7 +148,8 @@ static Error* fill_operands(const Call* call, const char* name, const Buffers* b
     operands[i] = &tensors[i];
   }
   if (count != buffers->count)
-    return fail(call, INVALID_ARGUMENT, "%s: this call does not name all of its %s", call->operator->name, name);
+    return fail(call, INVALID_ARGUMENT, "%s: this call does not name all of its %s", call->operator->name,
+                name);
   return NULL;
 }
 
@@ -187,7 +188,8 @@ static void* scratch(void* context, size_t bytes) {
     frame->api->error_destroy(&destroy);
     return NULL;
   }
-  call->scratch[call->scratch_count++] = (MemoryFree){sizeof(MemoryFree), NULL, frame->context, bytes, args.data};
+  call->scratch[call->scratch_count++] =
+      (MemoryFree){sizeof(MemoryFree), NULL, frame->context, bytes, args.data};
   return args.data;
 }
 
@@ -214,8 +216,8 @@ static Error* run(Frame* frame, const Operator* operator, bool cuda) {
   pthread_once(&load_once, load);
   if (load_error[0] != 0) return fail(&call, INTERNAL, "%s", load_error, NULL);
   if (frame->api->struct_size < SIZE_TO(Api, ordinal_get))
-    return fail(&call, INTERNAL, "%s: this jax is too old for gander.jax; install a newer jax", operator->name,
-                NULL);
+    return fail(&call, INTERNAL, "%s: this jax is too old for gander.jax; install a newer jax",
+                operator->name, NULL);
   if (cuda) {
     OrdinalGet ordinal = {sizeof ordinal, NULL, frame->context, 0};
     if ((error = frame->api->stream_get(&get)) != NULL) return error;
