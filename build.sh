@@ -45,7 +45,7 @@ export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$STATE/bytecode}
 # The checks of `test`: two sequences that run in parallel.
 readonly GO_LANE="gofmt vet staticcheck portable simd nocgo race generated spills sass exports c
   gomodule install emulated80"
-readonly PYTHON_LANE="ruff clangformat types docs pytest hf notorch cinstall emulated"
+readonly PYTHON_LANE="ruff clangformat types docs pytest hf jax notorch cinstall emulated"
 
 task_help() {
   cat <<'TEXT'
@@ -340,9 +340,9 @@ commit() {
 
 nvcc_version() { "$NVCC" --version | sed -n 's/.*, V//p'; }
 
-# library CC PACKAGE [VERSION]: builds libgander.so.ABI from Go, and from C libgander_torch.so, which registers
-# the operators with PyTorch, and libgander_jax.so, through which XLA calls them. Puts what C and C++ need
-# beside them. VERSION is that of a wheel.
+# library CC PACKAGE [VERSION]: builds libgander.so.ABI from Go. From C builds libgander_torch.so, which
+# registers the operators with PyTorch, and libgander_jax.so, through which XLA calls them. Puts what C and
+# C++ need beside them. VERSION is that of a wheel.
 #
 # Every copy of the library, in a wheel or installed, has the same SONAME. By it a loader finds the one that
 # the process has: two copies would be two Go runtimes.
@@ -635,6 +635,16 @@ check_hf() {
   PYTHON=$VENV/bin/python
   more_packages hf "transformers, accelerate, PEFT and TRL"
   OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
+}
+
+# gander.jax with jax, on two devices that are the CPU.
+check_jax() {
+  PYTHON=$VENV/bin/python
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    die "this is $("$PYTHON" --version), for which there is no jax that gander.jax takes: set GANDER_PYTHON" \
+      "to Python 3.11 or newer"
+  more_packages jax "jax"
+  "$PYTHON" -m pytest tests/jax -n 2 --timeout 600
 }
 
 # Run operators on emulated devices: with clusters and without, and with too little shared memory for some

@@ -1,6 +1,7 @@
 """Hooks of MkDocs: formulas as MathML, names of gander that have to exist, links to types of arguments, and
 nothing from other addresses."""
 
+import ast
 import functools
 import html
 import inspect
@@ -71,10 +72,19 @@ def _mathml(found: re.Match) -> str:
     return latex2mathml.converter.convert(latex, display=display)
 
 
+@functools.cache
+def _of_jax() -> list[str]:
+    """The public names of gander.jax."""
+    source = Path(fill.__file__).parents[2] / "python/gander/jax/__init__.py"
+    return ast.literal_eval(re.search(r"^__all__ = (\[.*?\])", source.read_text(), re.M | re.S)[1])
+
+
 def _exists(name: str) -> bool:
     """Whether a name that begins with "gander." is one, or a file's that is called so."""
     if name in _BUILT:
         return True
+    if name.startswith("gander.jax"):  # importing it needs jax
+        return name.removeprefix("gander.jax").removeprefix(".") in ("", *_of_jax())
     import gander
     import gander.hf  # gander imports no adapter
 

@@ -52,10 +52,10 @@ def run(page, device, with_hf=False):
 
 
 # The check `hf` runs these, where the packages are that they need. Of README.md this check runs the others.
+NEED_JAX = [ROOT / "docs/jax.md"]
 NEED_HF = [page for page in PAGES if any(needs_hf(code) for _, _, code in snippets(page, "python"))]
-WITH_PYTHON = [
-    page for page in PAGES if any(snippets(page, "python")) and page != ROOT / "docs/huggingface.md"
-]
+ELSEWHERE = [ROOT / "docs/huggingface.md", *NEED_JAX]
+WITH_PYTHON = [page for page in PAGES if any(snippets(page, "python")) and page not in ELSEWHERE]
 
 
 def test_pages_are_found():

@@ -17,7 +17,11 @@ def run(*arguments, **environment):
     return subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("source", sorted(EXAMPLES.glob("*.py")), ids=lambda source: source.name)
+NEED_JAX = ["training_step_jax.py"]  # the check `jax` runs these
+HERE = [source for source in sorted(EXAMPLES.glob("*.py")) if source.name not in NEED_JAX]
+
+
+@pytest.mark.parametrize("source", HERE, ids=lambda source: source.name)
 def test_the_command_in_the_head(source):
     (arguments,) = re.findall(r"^    python (.*)$", source.read_text(), re.MULTILINE)
     done = run(*arguments.split(), OMP_WAIT_POLICY="passive")

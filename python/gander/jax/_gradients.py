@@ -64,7 +64,8 @@ def _forward(call: Call, primals: list[Any]) -> tuple[Any, Any]:
         if result in operator.on_demand and (not argument or values[argument] is not None)
     }
     more = call._replace(options=tuple((name, asked.get(name, value)) for name, value in call.options))
-    results = dict(zip(more.results(), run(more, *(primal.value for primal in primals)), strict=True))
+    # Not run() itself, so that a second derivative is refused in words.
+    results = dict(zip(more.results(), _apply(more, [primal.value for primal in primals]), strict=True))
     known = values | results
     read = [known[saved.result if saved.result in results else saved.argument] for saved in operator.saved]
     # A gradient that backward does not compute from an argument still has its shape and dtype.
