@@ -725,6 +725,15 @@ for name in "nn", "distributed":
         assert str(error) == f"gander.{name} needs torch, which is not installed: pip install torch", error
     else:
         raise AssertionError(f"gander.{name} was imported without torch")
+try:
+    import gander.jax
+except ImportError as error:
+    assert str(error).startswith("gander.jax needs jax, which is not installed: pip install"), error
+else:
+    raise AssertionError("gander.jax was imported without jax")
+folder = pathlib.Path(gander.__file__).parent
+for library in "_torch/libgander_torch.so", "jax/libgander_jax.so":
+    assert (folder / library).is_file(), library
 '
 
 check_notorch() {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._words import kind, shown
-
-Axis = int | Sequence[int]
 
 
 def as_arrays(**given: Any) -> list[Any]:

@@ -116,7 +116,10 @@ def cross_entropy(
 def as_target(target: Any) -> Any:
     """Targets in a dtype that the operators take."""
     (array,) = as_arrays(target=target)
-    return array.astype(jnp.int32) if array is not None and array.dtype == jnp.uint8 else array
+    if array is None or array.dtype not in (jnp.uint8, jnp.int32, jnp.int64):
+        found = "is None" if array is None else f"has dtype {array.dtype}"
+        raise TypeError(f"target {found}, expected an array of uint8, int32 or int64; convert it")
+    return array.astype(jnp.int32) if array.dtype == jnp.uint8 else array
 
 
 def as_scalar(name: str, value: Any, x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +11,13 @@ import jax.numpy as jnp
 from .._functions.arguments import code_of
 from .._table import ALGORITHMS, Algorithm
 from .._words import check_flags, number
-from ._arguments import Axis, as_arrays, as_mask, to_rows
+from ._arguments import as_arrays, as_mask, to_rows
 from ._gradients import apply
 
 
 def softmax(
     x: jax.Array,
-    axis: Axis = -1,
+    axis: int | Sequence[int] = -1,
     where: jax.Array | None = None,
     *,
     scale: float = 1.0,
@@ -58,7 +59,7 @@ def softmax(
 
 def log_softmax(
     x: jax.Array,
-    axis: Axis = -1,
+    axis: int | Sequence[int] = -1,
     where: jax.Array | None = None,
     *,
     scale: float = 1.0,
@@ -123,7 +124,7 @@ def _softmax(
 
 def logsumexp(
     x: jax.Array,
-    axis: Axis | None = -1,
+    axis: int | Sequence[int] | None = -1,
     where: jax.Array | None = None,
     *,
     keepdims: bool = False,
