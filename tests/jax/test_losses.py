@@ -77,6 +77,22 @@ def test_divisor():
     loss, gradient = f(LOGITS, jnp.float32(5))
     mean, wanted = jax.value_and_grad(gj.cross_entropy)(LOGITS, TARGET)
     close([loss, gradient], [mean, wanted], "float32")
+    loss, gradient = f(LOGITS, jnp.float32(0))
+    assert jnp.isinf(loss)
+    assert not jnp.isfinite(gradient[0]).any()
+    with pytest.raises(NotImplementedError, match="a gradient of divisor is wanted"):
+        jax.grad(lambda n: gj.cross_entropy(LOGITS, TARGET, reduction="sum", divisor=n))(jnp.float32(2))
+    each = jax.vmap(lambda n: f(LOGITS, n)[1])(jnp.array([5.0, 10.0]))
+    close(each, [wanted, wanted / 2], "float32")
+
+
+def test_one_row():
+    x, target = LOGITS[0], TARGET[0]
+    for one_pass in True, False:
+        found = jax.value_and_grad(lambda x, o=one_pass: gj.cross_entropy(x, target, one_pass=o))(x)
+        close(found, jax.value_and_grad(cross_entropy)(x, target), "float32")
+    each = jax.vmap(gj.cross_entropy)(LOGITS[3:], TARGET[3:])
+    close([each], [cross_entropy(LOGITS[3:], TARGET[3:], reduction="none")], "float32")
 
 
 @pytest.mark.parametrize("one_pass", [True, False])

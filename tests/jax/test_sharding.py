@@ -1,6 +1,8 @@
 """Rows that are sharded over two devices are computed where they are. Nothing is gathered."""
 
 import re
+import subprocess
+import sys
 
 import gander.jax as gj
 import jax
@@ -151,3 +153,31 @@ def test_shard_map(check_vma):
     found = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weight)
     expected = jax.value_and_grad(formula, (0, 1))(x, weight)
     close(jax.tree.leaves(found), jax.tree.leaves(expected), "float32")
+
+
+WITHOUT_SHARDY = """
+import re
+import subprocess
+import sys
+import gander.jax, jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_use_shardy_partitioner", False)
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jnp.arange(32.0).reshape(4, 8), NamedSharding(mesh, P("d")))
+step = jax.jit(jax.grad(lambda x, w: (gander.jax.rmsnorm(x, w) ** 2).sum(), (0, 1)))
+text = step.lower(x, jnp.ones(8)).compile().as_text()
+assert set(re.findall(r" (all-[a-z-]+|collective[a-z-]+)[(]", text)) == {"all-reduce"}
+try:
+    jax.jit(gander.jax.softmax)(jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P(None, "d"))))
+except Exception as error:
+    assert "dimension 1 of x is sharded over 'd'" in str(error), error
+else:
+    raise AssertionError("columns were gathered")
+"""
+
+
+def test_without_shardy():
+    """XLA's older partitioner, which asks how results are sharded. An error there would abort the process."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SHARDY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

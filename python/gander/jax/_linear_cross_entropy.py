@@ -17,7 +17,16 @@ from .._table import NONE, REDUCTIONS, Reduction
 from .._words import integer
 from ._arguments import as_arrays
 from ._gradients import apply
-from ._losses import alike_or_none, as_scalar, as_target, denominator, refuse_perturbed, statistic, values_of
+from ._losses import (
+    alike_or_none,
+    as_scalar,
+    as_target,
+    denominator,
+    over,
+    refuse_perturbed,
+    statistic,
+    values_of,
+)
 
 _CHUNKS = 4  # by default the logits of a quarter of the rows are held at a time
 
@@ -26,6 +35,7 @@ class Options(NamedTuple):
     ignore_index: int
     rows: int  # of a chunk
     reduced: bool
+    mean: bool
 
 
 def linear_cross_entropy(
@@ -84,7 +94,10 @@ def linear_cross_entropy(
     if chunk is not None and integer("chunk", chunk, expected) < 1:
         raise ValueError(f"chunk is {chunk}, expected {expected}")
     options = Options(
-        integer("ignore_index", ignore_index), chunk or max(-(-rows // _CHUNKS), 1), code != NONE
+        integer("ignore_index", ignore_index),
+        chunk or max(-(-rows // _CHUNKS), 1),
+        code != NONE,
+        reduction == "mean",
     )
     if reduction == "mean":
         divisor = denominator(target, class_weight, weight.shape[0], options.ignore_index, statistic(x))
@@ -183,11 +196,6 @@ def _result(options: Options, losses: Any, divisor: Any) -> Any:
     return loss if divisor is None else loss / divisor
 
 
-def _factor(divisor: Any, dloss: Any) -> Any:
-    """dloss / divisor. All rows are ignored if that is 0, and their gradients are 0 then."""
-    return dloss if divisor is None else jnp.where(divisor == 0, jnp.zeros_like(dloss), dloss / divisor)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options: Options, *given: Any) -> Any:
     return _result(options, _compute(options, False, given)[0], given[-1])
@@ -200,7 +208,7 @@ def _forward(options: Options, *primals: Any) -> tuple[Any, Any]:
     divisor = given[-1]
     if not options.reduced or x.value.dtype == jnp.float16:
         return _result(options, _compute(options, False, given)[0], divisor), (given, None)
-    factor = alike_or_none(given[0], _factor(divisor, jnp.ones((), statistic(given[0]))))[1]
+    factor = alike_or_none(given[0], over(jnp.ones((), statistic(given[0])), divisor, options.mean))[1]
     losses, *gradients = _compute(options, True, given, factor)
     like = [None if array is None else array[:0] for array in (given[1], given[3])]
     return _result(options, losses, divisor), (like, gradients)
@@ -212,7 +220,7 @@ def _backward(options: Options, residuals: Any, dloss: Any) -> tuple[Any, ...]:
     kept, gradients = residuals
     if gradients is None:
         _, weight, target, bias, _, divisor = kept
-        heads = jnp.broadcast_to(_factor(divisor, dloss), target.shape)
+        heads = jnp.broadcast_to(over(dloss, divisor, options.mean), target.shape)
         _, dx, dw, db = _compute(options, True, kept, heads)
     else:
         weight, bias = kept

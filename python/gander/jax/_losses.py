@@ -27,7 +27,8 @@ class Options(NamedTuple):
     ignore_index: int
     label_smoothing: float
     batch_invariant: bool
-    one_pass: bool = False
+    one_pass: bool
+    mean: bool
 
 
 def statistic(x: Any) -> Any:
@@ -98,6 +99,7 @@ def cross_entropy(
         number("label_smoothing", label_smoothing),
         batch_invariant,
         one_pass,
+        reduction == "mean",
     )
     check_class_weights(x, weight)
     if code == NONE:
@@ -184,7 +186,7 @@ def denominator(target: Any, weight: Any, classes: int, ignore_index: int, dtype
 
 def _given(options: Options, x: Any, target: Any, weight: Any, **more: Any) -> dict[str, Any]:
     kept = options._asdict()
-    del kept["one_pass"]
+    del kept["one_pass"], kept["mean"]
     return {"x": x, "target": target, "weight": weight} | kept | more
 
 
@@ -264,7 +266,9 @@ def _of_all_rows_backward(options: Options, residuals: Any, dloss: Any) -> Any:
     else:
         x, target, weight, divisor, lse = residuals
         # Divided here: a divisor for each sample of a batch would be a call for each.
-        given = _given(options, x, target, weight, dloss=_over(dloss, divisor), lse=lse, reduction=SUM)
+        given = _given(
+            options, x, target, weight, dloss=over(dloss, divisor, options.mean), lse=lse, reduction=SUM
+        )
         dx = apply("cross_entropy_bwd", given)["dx"]
     return dx, None, None, None, None
 
@@ -272,18 +276,19 @@ def _of_all_rows_backward(options: Options, residuals: Any, dloss: Any) -> Any:
 _of_all_rows.defvjp(_of_all_rows_forward, _of_all_rows_backward, symbolic_zeros=True)
 
 
-def _over(dloss: Any, divisor: Any) -> Any:
-    """dloss / divisor. All rows are ignored if that is 0, and their gradients are 0 then."""
+def over(dloss: Any, divisor: Any, mean: bool) -> Any:
+    """dloss / divisor. If that of a mean is 0, all rows are ignored, and their gradients are 0."""
     if divisor is None:
         return dloss
-    return jnp.where(divisor == 0, jnp.zeros_like(dloss), dloss / divisor)
+    return jnp.where(divisor == 0, jnp.zeros_like(dloss), dloss / divisor) if mean else dloss / divisor
 
 
 def _with_gradient(
     options: Options, x: Any, target: Any, weight: Any, divisor: Any, upstream: Any
 ) -> tuple[Any, Any]:
     """The losses of rows, and the gradient of their sum divided by divisor, times upstream."""
-    factor = _over(jnp.ones((), statistic(x)) if upstream is None else upstream, divisor)
+    expected = jnp.ones((), statistic(x)) if upstream is None else upstream
+    factor = over(expected, divisor, options.mean)
     x, target, weight, factor = alike_or_none(x, target, weight, factor)
     return _one_pass(options)(x, target, weight, factor)
 
@@ -305,6 +310,8 @@ def _one_pass(options: Options) -> Any:
     @function.def_vmap
     def rule(size: int, batched: Any, x: Any, target: Any, weight: Any, factor: Any) -> Any:
         axes = [0 if flag else None for flag in batched[:3]]
+        if not any(flag == 0 for flag in axes):  # a batch of factors alone
+            axes[0], x = 0, jnp.broadcast_to(x, (size, *x.shape))
         losses, dx = jax.vmap(partial(call, factor=None), axes, axis_size=size)(x, target, weight)
         return (losses, _times(dx, factor)), (True, True)
 

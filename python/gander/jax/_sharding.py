@@ -74,7 +74,7 @@ def _plan(
 ) -> tuple[list[Spec], list[Spec], list[tuple[str, ...]]]:
     """How the arrays and the results are sharded, and for each result the axes over which it is summed.
 
-    specs: how the arrays came. how: the function that gathers one.
+    specs: how the arrays came. how: the function that gathers one. Without it nothing is refused.
     """
     inputs, outputs = _factors(call, given, made)
     axes: dict[str, Any] = {}
@@ -82,9 +82,10 @@ def _plan(
         for dimension, (factor, entry) in enumerate(zip(factors, spec, strict=False)):
             if entry is None:
                 continue
-            if not factor:
+            if not factor and how:
                 raise NotImplementedError(_refusal(call, name, dimension, spec, how))
             axes.setdefault(factor, entry)
+    axes[""] = None
     placed_in, placed_out = (
         [tuple(axes.get(factor) for factor in factors) for factors in side] for side in (inputs, outputs)
     )
@@ -159,10 +160,10 @@ def _explicit(call: Call, arrays: Sequence[Any], specs: Sequence[Spec]) -> tuple
     return tuple(jax.shard_map(local, mesh=mesh, in_specs=as_specs[0], out_specs=as_specs[1])(*arrays))
 
 
-def _spec_of(call: Call, name: str, sharding: Any, rank: int) -> Spec:
+def _spec_of(call: Call, name: str, sharding: Any, rank: int, how: str) -> Spec:
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.spec)
-    if sharding is None or sharding.is_fully_replicated:
+    if sharding is None or sharding.is_fully_replicated or not how:
         return (None,) * rank
     raise NotImplementedError(
         f"gander: {call.operator}: {name} is sharded over devices without a mesh, expected a NamedSharding; "
@@ -178,26 +179,26 @@ def _partitioned(call: Call) -> Any:
     def function(*arrays: Any) -> tuple[Any, ...]:
         return launch(call, arrays)
 
-    def plan(arrays: Sequence[Any], results: Sequence[Any]) -> Any:
+    def plan(arrays: Sequence[Any], results: Sequence[Any], how: str = "") -> Any:
         specs = [
-            _spec_of(call, name, array.sharding, len(array.shape))
+            _spec_of(call, name, array.sharding, len(array.shape), how)
             for name, array in zip(call.given, arrays, strict=True)
         ]
         given, made = ([tuple(a.shape) for a in side] for side in (arrays, results))
-        return _plan(call, given, made, specs, "jax.lax.with_sharding_constraint")
+        return _plan(call, given, made, specs, how)
 
     def placed(mesh: Any, specs: Sequence[Spec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
 
     def partition(mesh: Any, arrays: Any, results: Any) -> Any:
-        inputs, outputs, summed = plan(arrays, results)
+        inputs, outputs, summed = plan(arrays, results, "jax.lax.with_sharding_constraint")
 
         def local(*parts: Any) -> tuple[Any, ...]:
             return _launch_and_sum(call, summed, parts)
 
         return mesh, local, placed(mesh, outputs), placed(mesh, inputs)
 
-    def infer(mesh: Any, arrays: Any, results: Any) -> Any:
+    def infer(mesh: Any, arrays: Any, results: Any) -> Any:  # without Shardy. An error here would abort
         return placed(mesh, plan(arrays, results)[1])
 
     def rule(mesh: Any, arrays: Any, results: Any) -> SdyShardingRule:
