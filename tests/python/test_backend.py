@@ -26,8 +26,9 @@ PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 MOCK = r"""#!/bin/bash
 readonly WHEEL_ARCHS="sm_80 sm_86 sm_90 sm_100 compute_90"
 readonly SOURCES="capi dlpack internal python"
-readonly MADE="lib/libgander.so.ABI _torch/libgander_torch.so include/gander.h include/dlpack.h
-lib/pkgconfig/gander.pc lib/cmake/gander/gander-config.cmake lib/cmake/gander/gander-config-version.cmake"
+readonly MADE="lib/libgander.so.ABI _torch/libgander_torch.so jax/libgander_jax.so include/gander.h
+include/dlpack.h lib/pkgconfig/gander.pc
+lib/cmake/gander/gander-config.cmake lib/cmake/gander/gander-config-version.cmake"
 [ "$1" != --numbers ] || echo "VERSION ABI"
 [ "$1" != "${FAIL:-}" ] || { echo "build.sh: no gcc on PATH" >&2; exit 3; }
 [ "$1" = --libraries ] || exit 0
@@ -362,8 +363,9 @@ def test_metadata(backend):
         "0.1.0+sm90",
         "the gander developers",
     )
-    assert found.provides_extra == ["hf"]
-    assert all(str(r.marker) == 'extra == "hf"' for r in found.requires_dist), "torch is left to its user"
+    assert found.provides_extra == ["jax", "hf"]
+    markers = {f'extra == "{extra}"' for extra in found.provides_extra}
+    assert {str(r.marker) for r in found.requires_dist} == markers, "torch is left to its user"
     releases = [name.rpartition(" ")[2] for name in found.classifiers if "Python :: 3." in name]
     assert releases == [f"3.{minor}" for minor in range(10, 15)]
     assert str(found.requires_python) == f">={releases[0]}"

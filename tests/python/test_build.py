@@ -381,6 +381,7 @@ func main() {}
 """,
         "python/gander/_torch/c/kernels.c": "int stand_in_too(void) { return 43; }\n",
         "python/gander/_torch/c/fast.c": "int stand_in_as_well(void) { return 44; }\n",
+        "python/gander/jax/c/handlers.c": "int stand_in_for_xla(void) { return 45; }\n",
     }.items():
         checkout.write(path, text)
     # The folder of Go's own cache follows XDG_CACHE_HOME.
