@@ -54,12 +54,14 @@ func TestBorrowedCallsDoNotAllocate(t *testing.T) {
 		head
 		weight, divisor, upstream, lse, dx, denominator unsafe.Pointer
 		ignore, reduction, onePass, invariant           int64
-	}{head: h, weight: weight, lse: lse, dx: dx, denominator: one, ignore: -100}
+		smoothing, zLoss, scale, softcap, temperature   float64
+	}{head: h, weight: weight, lse: lse, dx: dx, denominator: one, ignore: -100, scale: 1, temperature: 1}
 	gradients := struct {
 		head
-		weight, divisor, upstream, denominator       unsafe.Pointer
-		ignore, reduction, onePass, invariant, slice int64
-	}{head: h, weight: weight, ignore: -100}
+		weight, divisor, upstream, denominator        unsafe.Pointer
+		ignore, reduction, onePass, invariant, slice  int64
+		smoothing, zLoss, scale, softcap, temperature float64
+	}{head: h, weight: weight, ignore: -100, scale: 1, temperature: 1}
 	so, fo, bo := unsafe.Pointer(&softmax), unsafe.Pointer(&forward), unsafe.Pointer(&backward)
 	lo, do := unsafe.Pointer(&losses), unsafe.Pointer(&gradients)
 	for name, call := range map[string]func() int32{

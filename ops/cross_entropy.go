@@ -43,8 +43,8 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 		k.fail(StatusOption, "temperature is %v, expected %v to %v", temperature, leastFactor, mostFactor)
 	}
 	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
-		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of the losses "+
-			"is over weights, and that of the z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
+		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
+			"over weights, that of z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
 	}
 	if s.Slice && s.LabelSmoothing != 0 {
 		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+

@@ -477,9 +477,9 @@ var Table = []Group{
 					"Inception Architecture for Computer Vision\", 2016), also if the target has weight 0; a class " +
 					"of weight 0 counts for nothing, even if its logit is -inf. z_loss adds z_loss * lse^2 " +
 					"(Chowdhery et al., \"PaLM: Scaling Language Modeling with Pathways\", 2022), also if the target has " +
-					"weight 0. With scale, softcap and temperature dx is still the gradient of x. denominator is written with any " +
-					"reduction. Loss and dx are divided by divisor, which must be NULL with reduction mean. dx is " +
-					"the gradient for an upstream gradient of upstream, which is 1 if absent.",
+					"weight 0. With scale, softcap and temperature dx is still the gradient of x. denominator is " +
+					"written with any reduction. Loss and dx are divided by divisor, which must be NULL with reduction " +
+					"mean. dx is the gradient for an upstream gradient of upstream, which is 1 if absent.",
 				Operands: []Operand{
 					x, target, classWeight, divisor, upstream,
 					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},

@@ -8,14 +8,14 @@ import (
 )
 
 // Cross-entropy with options. Logits x are first mapped to z (kernels.LogitMap). With label smoothing e
-// (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016), C classes of weights w,
-// whose sum is W, and the log-sum-exp lse of z:
+// (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016), C classes of weights
+// w, whose sum is W, and the log-sum-exp lse of z:
 //
 //	loss = (1 - e) w[t] (lse - z[t]) + e / C sum w[c] (lse - z[c]) + z_loss lse^2
 //	dz[c] = (1 - e) w[t] (p[c] - [c = t]) + e / C (W p[c] - w[c]) + 2 z_loss lse p[c]
 //
-// All sums are of numbers that are not negative, so no digits cancel. With smoothing the target is not left out
-// of the sum of exponentials: neither the loss nor the gradient of a certain target is near 0.
+// All sums are of numbers that are not negative, so no digits cancel. With smoothing the target is not left
+// out of the sum of exponentials: neither the loss nor the gradient of a certain target is near 0.
 type (
 	generalForward[T float]  struct{ crossEntropyForward[T] }
 	generalBackward[T float] struct{ crossEntropyBackward[T] }
@@ -86,9 +86,7 @@ func (w *worker[T]) mapLogits(z, slope, x []T) {
 		}
 		return
 	}
-	var tanhs [block]float64
-	w.tanhs(tanhs[:len(x)], x)
-	for i, t := range tanhs[:len(x)] {
+	for i, t := range w.tanhOf(x) {
 		z[i] = T(m.Outer * t)
 		if slope != nil {
 			slope[i] = T(m.Inner * m.Outer * ((1 - t) * (1 + t)))
@@ -96,14 +94,17 @@ func (w *worker[T]) mapLogits(z, slope, x []T) {
 	}
 }
 
-// tanhs is tanh(Inner * x). For float32, from an exponential: the error is 2^-52 of 1.
-func (w *worker[T]) tanhs(t []float64, x []T) {
-	inner := w.ce.Map.Inner
+// tanhOf is tanh(Inner * x). For float32, from an exponential: the error is 2^-52 of 1.
+func (w *worker[T]) tanhOf(x []T) []float64 {
+	if w.tanhs == nil {
+		w.tanhs = make([]float64, block)
+	}
+	t, inner := w.tanhs[:len(x)], w.ce.Map.Inner
 	if unsafe.Sizeof(T(0)) == 8 {
 		for i, v := range x {
 			t[i] = math.Tanh(inner * float64(v))
 		}
-		return
+		return t
 	}
 	for i, v := range x {
 		t[i] = 2 * inner * float64(v)
@@ -112,15 +113,22 @@ func (w *worker[T]) tanhs(t []float64, x []T) {
 	for i, e := range t {
 		t[i] = 1 - 2/(e+1)
 	}
+	return t
 }
 
 // mappedLogit is a mapped logit, as T has it.
 func (w *worker[T]) mappedLogit(row, column int) float64 {
-	x := [1]T{T(w.logit(row, column))}
+	x := T(w.logit(row, column))
 	if w.ce.Map != (kernels.LogitMap{}) {
-		w.mapLogits(x[:], nil, x[:])
+		x = w.mapLogit(x)
 	}
-	return float64(x[0])
+	return float64(x)
+}
+
+func (w *worker[T]) mapLogit(x T) T {
+	v := [1]T{x}
+	w.mapLogits(v[:], nil, v[:])
+	return v[0]
 }
 
 // leftOut is the column that takes no part in the row's sum, or noColumn.
@@ -225,8 +233,8 @@ func (w *worker[T]) generalLoss(row int, t target, high, logSum float64, partial
 	return loss
 }
 
-// general is what the second pass needs: dz = exp(z - a) b - d w, and at the target c. scale is 1 / sum exp(z -
-// high), whose logarithm is -logSum.
+// general is what the second pass needs: dz = exp(z - a) b - d w, and at the target c. scale is the inverse
+// of the sum of exp(z - high), whose logarithm is logSum.
 func (w *worker[T]) general(row int, t target, gradient, high, logSum, scale float64) rowStats {
 	e := w.ce.LabelSmoothing
 	own, others := gradient*(1-e)*t.weight, gradient*e/float64(w.cols)

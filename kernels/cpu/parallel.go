@@ -154,6 +154,7 @@ type worker[T float] struct {
 	recent   []T       // sums over rows that are not in dw yet, see plan.recent
 	together together
 	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
+	tanhs    []float64       // a block, of cross-entropy with a cap
 }
 
 // together is what a worker keeps of plan.together rows besides partials.

@@ -51,6 +51,29 @@ def test_cross_entropy(reduction, one_pass, dtype):
             close((loss, gradient), wanted, "float32" if dtype == "float32" else dtype)
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options_of_the_loss(reduction, one_pass):
+    more = {"z_loss": 0.1, "scale": 1.5, "softcap": 3.0, "temperature": 2.0, "label_smoothing": 0.1}
+
+    def ours(x):
+        return gj.cross_entropy(x, TARGET, reduction=reduction, one_pass=one_pass, **more).sum()
+
+    def theirs(x):
+        z = 3 * jnp.tanh(1.5 * x / 3) / 2
+        counts = TARGET != -100
+        squares = 0.1 * jnp.where(counts, jax.nn.logsumexp(z, -1), 0) ** 2
+        loss = cross_entropy(z, TARGET, None, reduction, 0.1).sum()
+        return loss + squares.sum() / (counts.sum() if reduction == "mean" else 1)
+
+    found, expected = (jax.jit(jax.value_and_grad(f))(LOGITS) for f in (ours, theirs))
+    close(found, expected, "float32")
+    with pytest.raises(NotImplementedError, match=r"z_loss is 0.1 with weight and reduction 'mean'"):
+        gj.cross_entropy(LOGITS, TARGET, WEIGHT, z_loss=0.1)
+    with pytest.raises(Exception, match="softcap is -1"):
+        gj.cross_entropy(LOGITS, TARGET, softcap=-1)
+
+
 def test_single_pass():
     """The gradient that forward makes is handed on as it is, if the expected upstream gradient comes."""
     f = jax.jit(jax.value_and_grad(lambda x: 0.25 * gj.cross_entropy(x, TARGET, upstream=0.25)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._functions.arguments import code_of
+from .._functions.arguments import code_of, loss_options
 from .._table import NONE, REDUCTIONS, SUM, Reduction
 from .._words import check_flags, integer, number
 from ._arguments import as_arrays
@@ -26,9 +26,17 @@ _PARTS = "2L"  # of the log-sum-exp of rows, the maximum and the logarithm of th
 class Options(NamedTuple):
     ignore_index: int
     label_smoothing: float
+    z_loss: float
+    scale: float
+    softcap: float
+    temperature: float
     batch_invariant: bool
     one_pass: bool
     mean: bool
+
+
+# The options of a row's loss, and their defaults.
+_DEFAULTS = {"label_smoothing": 0.0, "z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
 
 
 def statistic(x: Any) -> Any:
@@ -44,6 +52,10 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
     divisor: float | jax.Array | None = None,
     upstream: float | jax.Array | None = None,
     one_pass: bool | None = None,
@@ -66,6 +78,10 @@ def cross_entropy(
         reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
             ignored. If all are ignored it is NaN and the gradients are zero.
         label_smoothing: The share of a row's loss that all classes have alike, 0 to 1.
+        z_loss: As in gander.cross_entropy.
+        scale: As in gander.cross_entropy.
+        softcap: As in gander.cross_entropy.
+        temperature: As in gander.cross_entropy.
         divisor: What loss and gradient are divided by, with reduction "sum": a number or an array of one.
         upstream: The gradient of the loss that backward is expected to bring, a number or an array of one:
             1/4 if the loss is divided by 4 afterwards. The single pass makes the gradient for it, for 1 by
@@ -96,12 +112,17 @@ def cross_entropy(
         one_pass = x.dtype != jnp.float16 or upstream is not None
     options = Options(
         integer("ignore_index", ignore_index),
-        number("label_smoothing", label_smoothing),
+        *(_DEFAULTS | loss_options(label_smoothing, z_loss, scale, softcap, temperature)).values(),
         batch_invariant,
         one_pass,
         reduction == "mean",
     )
     check_class_weights(x, weight)
+    if options.z_loss and weight is not None and options.mean:
+        raise NotImplementedError(
+            f"z_loss is {options.z_loss} with weight and reduction 'mean', expected 0: the mean of losses is "
+            "over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
+        )
     if code == NONE:
         return _each_row(options, *alike_or_none(x, target, weight))
     if reduction == "mean" and x.ndim:

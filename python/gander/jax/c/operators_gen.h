@@ -334,8 +334,12 @@ static int32_t call_cross_entropy_forward(
       .ignore_index = v[0].integer,
       .reduction = v[1].integer,
       .label_smoothing = v[2].real,
-      .one_pass = v[3].integer,
-      .batch_invariant = v[4].integer,
+      .z_loss = v[3].real,
+      .scale = v[4].real,
+      .softcap = v[5].real,
+      .temperature = v[6].real,
+      .one_pass = v[7].integer,
+      .batch_invariant = v[8].integer,
   };
   return lib.gander_cross_entropy_forward(o[0], o[1], o[5], &options, stream);
 }
@@ -353,9 +357,13 @@ static int32_t call_cross_entropy_backward(
       .ignore_index = v[0].integer,
       .reduction = v[1].integer,
       .label_smoothing = v[2].real,
-      .one_pass = v[3].integer,
-      .batch_invariant = v[4].integer,
-      .slice = v[5].integer,
+      .z_loss = v[3].real,
+      .scale = v[4].real,
+      .softcap = v[5].real,
+      .temperature = v[6].real,
+      .one_pass = v[7].integer,
+      .batch_invariant = v[8].integer,
+      .slice = v[9].integer,
   };
   return lib.gander_cross_entropy_backward(o[0], o[1], o[3], o[4], o[8], &options, stream);
 }
@@ -563,16 +571,16 @@ static const Operator operators[] = {
         .call = call_cross_entropy_forward,
         .operand_count = 9,
         .operands = {"x", "target", "weight", "divisor", "upstream", "loss", "lse", "dx", "denominator"},
-        .option_count = 5,
-        .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}},
+        .option_count = 9,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}},
     },
     {
         .name = "cross_entropy_backward",
         .call = call_cross_entropy_backward,
         .operand_count = 9,
         .operands = {"x", "target", "weight", "dloss", "lse", "divisor", "upstream", "denominator", "dx"},
-        .option_count = 6,
-        .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}, {"slice", false, {.integer = 0}}},
+        .option_count = 10,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}, {"slice", false, {.integer = 0}}},
     },
     {
         .name = "sharded_cross_entropy_combine",
