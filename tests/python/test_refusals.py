@@ -402,7 +402,31 @@ REFUSED_HERE = [
         "CrossEntropyLoss.label_smoothing cross_entropy.label_smoothing cross_entropy.label_smoothing+ "
         "cross_entropy_fwd.label_smoothing cross_entropy_fwd.label_smoothing+ "
         "cross_entropy_bwd.label_smoothing linear_cross_entropy.label_smoothing "
-        "linear_cross_entropy.label_smoothing+",
+        "linear_cross_entropy.label_smoothing+ LinearCrossEntropy.label_smoothing",
+    ),
+    (
+        "a factor of logits is from 1e-18 to 1e18",
+        ("0", "2**64"),
+        " ".join(
+            f"{function}.{option} {function}.{option}+"
+            for function in (
+                *("cross_entropy", "cross_entropy_fwd", "cross_entropy_bwd", "linear_cross_entropy"),
+                *("CrossEntropyLoss", "LinearCrossEntropy"),
+            )
+            for option in ("scale", "softcap", "temperature")
+        ),
+    ),
+    (
+        "not with lse_partial or target_logit",
+        NUMBERS_BUT_0,
+        "torch:cross_entropy.z_loss+ torch:cross_entropy.scale+ torch:cross_entropy.softcap+ "
+        "torch:cross_entropy.temperature+ torch:cross_entropy_fwd.z_loss+ torch:cross_entropy_fwd.scale+ "
+        "torch:cross_entropy_fwd.softcap+ torch:cross_entropy_fwd.temperature+",
+    ),
+    (
+        "not of a mean with class weights",
+        NUMBERS_BUT_0,
+        "numpy:cross_entropy.z_loss+ torch:linear_cross_entropy.z_loss+",
     ),
     ("torch refuses it", NUMBERS_BUT_0, "functional.cross_entropy.label_smoothing"),
     ("it needs all classes", ("True", "NumPy's True"), "torch:cross_entropy_fwd.return_dx+"),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._functions.arguments import code_of
+from .._functions.arguments import code_of, loss_options
+from .._functions.cross_entropy import cross_entropy_fwd
 from .._table import REDUCTIONS
 from .._torch.tensors import DTYPES, dtype_of, nested, unusable
 from .._words import check_flags, integer, kind, number, shortened, shown
@@ -58,6 +59,13 @@ def check_shape(shape: Any) -> None:
 def check_eps(eps: Any, or_none: str = "") -> None:
     if not 0 <= number("eps", eps, or_none) < math.inf:
         raise ValueError(f"eps is {eps}, expected {or_none}a finite number of 0 or more")
+
+
+def check_loss_options(**options: Any) -> None:
+    """Refuses options of a row's loss that the operator refuses, by a call without rows."""
+    if loss_options(**options):
+        rows = torch.empty(0, 1, device="cpu")
+        cross_entropy_fwd(rows, torch.empty(0, dtype=torch.int64, device="cpu"), **options)
 
 
 def check_loss(reduction: Any, ignore_index: Any) -> None:

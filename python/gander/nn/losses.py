@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._functions.arguments import FAILURES, loss_options
+from .._functions.arguments import FAILURES
 from .._functions.cross_entropy import cross_entropy
 from .._functions.linear_cross_entropy import check_chunks, linear_cross_entropy
 from .._table import REDUCTIONS
@@ -16,9 +16,18 @@ from .._torch.cross_entropy import takes_one_pass
 from .._torch.eager import is_eager
 from .._torch.kernels import explained
 from .._torch.tensors import dtype_of, stands_for_tensor
-from .._words import check_flags, number, shown
+from .._words import check_flags
 from . import functional
-from .checks import NAMES, check_factory, check_loss, check_nested, check_size, check_weight, scriptable
+from .checks import (
+    NAMES,
+    check_factory,
+    check_loss,
+    check_loss_options,
+    check_nested,
+    check_size,
+    check_weight,
+    scriptable,
+)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -80,9 +89,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         for name, value in ("size_average", size_average), ("reduce", reduce):
             if value is not None:
                 check_flags(**{name: value})
-        if not 0 <= number("label_smoothing", label_smoothing) <= 1:
-            raise ValueError(f"label_smoothing is {shown(label_smoothing)}, expected 0 to 1")
-        loss_options(label_smoothing, z_loss, scale, softcap, temperature)
+        check_loss_options(
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            scale=scale,
+            softcap=softcap,
+            temperature=temperature,
+        )
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.scale, self.softcap, self.temperature = z_loss, scale, softcap, temperature
         self.remember = remember
@@ -235,7 +248,13 @@ class LinearCrossEntropy(nn.Linear):
         check_weight(weight_ce, "weight_ce")
         check_loss(reduction, ignore_index)
         check_chunks(chunk, accumulate)
-        loss_options(label_smoothing, z_loss, scale, softcap, temperature)
+        check_loss_options(
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            scale=scale,
+            softcap=softcap,
+            temperature=temperature,
+        )
         self.register_buffer("weight_ce", weight_ce)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.chunk, self.accumulate = chunk, accumulate
