@@ -791,7 +791,7 @@ def _operators(sizes):
     target = torch.where(target >= 0, target % sizes[0] + sum(sizes[: dist.get_rank()]), target)
     for w in None, mine(weight, sizes).contiguous():
         for reduction in 0, 1:
-            options = target, w, [*sizes], -100, reduction, dist.group.WORLD.group_name
+            options = target, w, [*sizes], -100, reduction, dist.group.WORLD.group_name, 0.0, 1.5, 3.0, 2.0
             opcheck(operators.cross_entropy_part.default, (part, *options))
             every = torch.cat([operators.cross_entropy_part(part, *options)] * len(sizes))
             leaf = part.clone().requires_grad_()
@@ -805,7 +805,7 @@ def test_operators():
 def _same_bits():
     """What is sent has 3 numbers for each row and a hash of 8 bytes, which an odd number of rows pads."""
     importlib.import_module("gander.distributed")
-    x, options = torch.randn(5, 4), (None, [4, 4], -100, 1, dist.group.WORLD.group_name)
+    x, options = torch.randn(5, 4), (None, [4, 4], -100, 1, dist.group.WORLD.group_name, 0.0, 1.0, 0.0, 1.0)
     target = torch.arange(5) % 8
     for fill in 1.0, 2.0:
         memory = [torch.full((18,), fill) for _ in range(100)]  # the next tensors are made of it

@@ -45,7 +45,9 @@ def parameters(function):
 @pytest.mark.parametrize("name", NAMES)
 def test_signature_and_type(name):
     mine, theirs = getattr(gander.nn, name), getattr(nn, name)
-    own = [("remember", inspect.Parameter.KEYWORD_ONLY, False)] if name == "CrossEntropyLoss" else []
+    more = {"z_loss": 0.0, "scale": 1.0, "softcap": None, "temperature": 1.0, "remember": False}
+    more = more if name == "CrossEntropyLoss" else {}
+    own = [(option, inspect.Parameter.KEYWORD_ONLY, default) for option, default in more.items()]
     assert parameters(mine) == parameters(theirs) + own
     more = parameters(mine.forward)[len(parameters(theirs.forward)) :]  # all with a default
     assert parameters(mine.forward) == parameters(theirs.forward) + more

@@ -171,7 +171,24 @@ def test_opcheck_of_every_op(data):
     every.append(
         (
             "linear_cross_entropy",
-            (x, x.cos(), target % 6, *[None] * 4, -100, 1, 4, True, True, True, False),
+            (
+                x,
+                x.cos(),
+                target % 6,
+                *[None] * 4,
+                -100,
+                1,
+                4,
+                True,
+                0.1,
+                0.01,
+                1.5,
+                3.0,
+                2.0,
+                True,
+                True,
+                False,
+            ),
             {},
         )
     )

@@ -78,8 +78,19 @@ def _new(like, need):
     return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
-# The options of a row's loss, and their defaults.
-_OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
+# The options of a row's loss.
+_OPTIONS = "label_smoothing", "z_loss", "scale", "softcap", "temperature"
+
+
+def _values(given):
+    """The options in this order. See the same of sharded_cross_entropy.py."""
+    return (
+        given.get("label_smoothing", 0.0),
+        given.get("z_loss", 0.0),
+        given.get("scale", 1.0),
+        given.get("softcap", 0.0),
+        given.get("temperature", 1.0),
+    )
 
 
 def _compute(
@@ -365,7 +376,7 @@ def linear_cross_entropy(
             f"z_loss is {more['z_loss']} with weight_ce and reduction 'mean', expected 0: the mean of "
             "losses is over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
         )
-    options = ignore_index, reduction, chunk, wide, *(_OPTIONS | more).values()
+    options = ignore_index, reduction, chunk, wide, *_values(more)
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)

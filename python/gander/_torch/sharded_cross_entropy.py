@@ -29,8 +29,19 @@ from .kernels import explained
 from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
 from .tensors import check_targets, has_no_values, statistic
 
-# The options of a row's loss that slices have, and their defaults.
-OPTIONS = {"z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
+# The options of a row's loss that slices have.
+OPTIONS = "z_loss", "scale", "softcap", "temperature"
+
+
+def _values(given):
+    """The options in this order. Their defaults are constants of code, because a graph with dynamic shapes
+    would take numbers of a table for variables."""
+    return (
+        given.get("z_loss", 0.0),
+        given.get("scale", 1.0),
+        given.get("softcap", 0.0),
+        given.get("temperature", 1.0),
+    )
 
 
 def of_slices(
@@ -43,7 +54,7 @@ def of_slices(
             f"z_loss is {options['z_loss']} with weight and classes of which each rank has a slice, "
             "expected 0; leave one of them out"
         )
-    more = tuple((OPTIONS | options).values())
+    more = _values(options)
     if has_no_values(x):
         return _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more)
     plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
@@ -138,7 +149,11 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan
         f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
         f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
     )
-    options = {name: v for (name, neutral), v in zip(OPTIONS.items(), more, strict=True) if v != neutral}
+    options = {
+        name: value
+        for name, value, neutral in zip(OPTIONS, more, _values({}), strict=True)
+        if value != neutral
+    }
     text += "".join(f", {name} {value}" for name, value in options.items())
     if options:  # a rank without classes would not see that a value is refused
         operators_gen.cross_entropy_fwd(x.new_empty(0, 1), target.new_empty(0), **options)
