@@ -21,7 +21,10 @@ type (
 	generalBackward[T float] struct{ crossEntropyBackward[T] }
 )
 
-func (generalForward[T]) plan(c *call[T], workers int) {
+func (generalForward[T]) plan(c *call[T], workers int)  { c.planGeneral(workers) }
+func (generalBackward[T]) plan(c *call[T], workers int) { c.planGeneral(workers) }
+
+func (c *call[T]) planGeneral(workers int) {
 	c.planRows(workers)
 	if c.ce.LabelSmoothing != 0 {
 		c.planWeight(c.ce.Weight, 0)
@@ -31,13 +34,6 @@ func (generalForward[T]) plan(c *call[T], workers int) {
 func (o generalForward[T]) run(c *call[T]) {
 	c.prepareClassWeights()
 	o.crossEntropyForward.run(c)
-}
-
-func (generalBackward[T]) plan(c *call[T], workers int) {
-	c.planRows(workers)
-	if c.ce.LabelSmoothing != 0 {
-		c.planWeight(c.ce.Weight, 0)
-	}
 }
 
 func (o generalBackward[T]) run(c *call[T]) {
@@ -125,6 +121,7 @@ func (w *worker[T]) mappedLogit(row, column int) float64 {
 	return float64(x)
 }
 
+// mapLogit stands apart because it allocates, and a call without options must not.
 func (w *worker[T]) mapLogit(x T) T {
 	v := [1]T{x}
 	w.mapLogits(v[:], nil, v[:])

@@ -153,8 +153,8 @@ type worker[T float] struct {
 	columns  []float64 // memory for dw and db, see plan.columns
 	recent   []T       // sums over rows that are not in dw yet, see plan.recent
 	together together
-	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 	tanhs    []float64       // a block, of cross-entropy with a cap
+	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
 // together is what a worker keeps of plan.together rows besides partials.

@@ -391,6 +391,14 @@ def test_other_refused_combinations(device):
         gander.linear_cross_entropy(x, x.new_ones(9, 9), target, weight_ce=weight, z_loss=0.1)
 
 
+def test_graphs_have_the_defaults_of_the_table():
+    from gander._table import LOSS_OPTIONS
+    from gander._torch.cross_entropy import loss_values
+
+    assert loss_values({}) == tuple(LOSS_OPTIONS.values())
+    assert loss_values(dict(zip(LOSS_OPTIONS, range(5), strict=True))) == tuple(range(5))
+
+
 @each
 @reductions
 def test_the_formula_of_graphs(reduction, more):

@@ -94,6 +94,15 @@ def refuse_loss_options(options: dict[str, float], where: str) -> None:
         )
 
 
+def refuse_z_loss(options: dict[str, float], weight: str) -> None:
+    """Refuses a z-loss in a mean with class weights, by the name of their argument."""
+    if "z_loss" in options:
+        raise NotImplementedError(
+            f"z_loss is {options['z_loss']} with {weight} and reduction 'mean', expected 0: the mean of "
+            "losses is over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
+        )
+
+
 def check_out(ops: Any, name: str, x: Any, out: Any, out_dtype: Any = None) -> None:
     """Refuses an out that a function cannot write its result to, which has x's shape."""
     if not ops.is_ours(x, out):

@@ -8,7 +8,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
-from .arguments import FAILURES, check_targets, code_of, loss_options, overridden
+from .arguments import FAILURES, check_targets, code_of, loss_options, overridden, refuse_z_loss
 from .cross_entropy import check_sum
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def linear_cross_entropy(
     check_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
     options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
+    if weight_ce is not None and reduction == "mean":
+        refuse_z_loss(options, "weight_ce")
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     try:

@@ -29,6 +29,9 @@ from .operators_gen import (  # noqa: F401 - others import the table from here
 )
 from .types import Form, Operand, Operator, Option  # noqa: F401
 
+# The options of a row's loss, and their defaults.
+LOSS_OPTIONS = {o.name: o.default for o in OPERATORS["cross_entropy_forward"].options if o.type == "real"}
+
 
 def operands(name: str) -> dict[str, Operand]:
     """The operands of a PyTorch operator, by name."""

@@ -34,6 +34,19 @@ _TAKEN = {
     for name in ("cross_entropy_bwd", _BWD_ONE_PASS)
 }
 
+
+def loss_values(given):
+    """The values of LOSS_OPTIONS, in that order. Defaults are constants of code: a graph with dynamic shapes
+    would take numbers of a table for variables."""
+    return (
+        given.get("label_smoothing", 0.0),
+        given.get("z_loss", 0.0),
+        given.get("scale", 1.0),
+        given.get("softcap", 0.0),
+        given.get("temperature", 1.0),
+    )
+
+
 _below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 

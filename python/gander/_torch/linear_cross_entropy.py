@@ -13,10 +13,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.jit import is_tracing
 
-from .._table import MEAN, NONE
+from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import operators_gen
 from .autograd import apply_with, once_differentiable
-from .cross_entropy import is_first_backward
+from .cross_entropy import is_first_backward, loss_values
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
@@ -78,21 +78,6 @@ def _new(like, need):
     return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
-# The options of a row's loss.
-_OPTIONS = "label_smoothing", "z_loss", "scale", "softcap", "temperature"
-
-
-def _values(given):
-    """The options in this order. See the same of sharded_cross_entropy.py."""
-    return (
-        given.get("label_smoothing", 0.0),
-        given.get("z_loss", 0.0),
-        given.get("scale", 1.0),
-        given.get("softcap", 0.0),
-        given.get("temperature", 1.0),
-    )
-
-
 def _compute(
     x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more
 ):
@@ -102,8 +87,8 @@ def _compute(
     element, or with reduction none one for each row.
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
-        options = dict(zip(_OPTIONS, more, strict=False))
-        rows, needs = x.shape[0], more[len(_OPTIONS) :]
+        options = dict(zip(LOSS_OPTIONS, more, strict=False))
+        rows, needs = x.shape[0], more[len(LOSS_OPTIONS) :]
         needs_dx, needs_dw, needs_db = needs
         if reduction == MEAN:
             divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, statistic(x.dtype))
@@ -153,7 +138,7 @@ def _compute(
 def _fake(x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more):
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
     bias = x if bias is None else bias
-    return loss, *map(_new, (x, weight, bias), more[len(_OPTIONS) :])
+    return loss, *map(_new, (x, weight, bias), more[len(LOSS_OPTIONS) :])
 
 
 # ---- Its gradient ----
@@ -213,7 +198,7 @@ def _only(gradients, needs, inputs, dloss):
 _run = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? weight_ce, "
     "Tensor? divisor, Tensor? upstream, SymInt ignore_index, SymInt reduction, SymInt chunk, bool wide, "
-    f"{''.join(f'float {name}, ' for name in _OPTIONS)}"
+    f"{''.join(f'float {name}, ' for name in LOSS_OPTIONS)}"
     "bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
     _compute,
     _fake,
@@ -285,7 +270,7 @@ def _eager_gradients(ctx, dloss):
 
 
 _apply = apply_with(
-    "linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4 + len(_OPTIONS)
+    "linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4 + len(LOSS_OPTIONS)
 )
 
 
@@ -371,12 +356,7 @@ def linear_cross_entropy(
         upstream = _expected(upstream, x)
     if chunk is None:
         chunk = max(1, -(-rows.shape[0] // _PARTS))
-    if reduction == MEAN and weight_ce is not None and "z_loss" in more:
-        raise NotImplementedError(
-            f"z_loss is {more['z_loss']} with weight_ce and reduction 'mean', expected 0: the mean of "
-            "losses is over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
-        )
-    options = ignore_index, reduction, chunk, wide, *_values(more)
+    options = ignore_index, reduction, chunk, wide, *loss_values(more)
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)

@@ -19,29 +19,18 @@ import torch.distributed._functional_collectives  # how functional collectives t
 from torch import Tensor
 
 from .. import _debug
-from .._table import MEAN, NONE, REDUCTIONS
+from .._table import LOSS_OPTIONS, MEAN, NONE, REDUCTIONS
 from . import operators_gen
 from .autograd import apply_with
-from .cross_entropy import gradient, keep, kept
+from .cross_entropy import gradient, keep, kept, loss_values
 from .fakes import check_inputs
 from .graph_operators import define
 from .kernels import explained
 from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
 from .tensors import check_targets, has_no_values, statistic
 
-# The options of a row's loss that slices have.
-OPTIONS = "z_loss", "scale", "softcap", "temperature"
-
-
-def _values(given):
-    """The options in this order. Their defaults are constants of code, because a graph with dynamic shapes
-    would take numbers of a table for variables."""
-    return (
-        given.get("z_loss", 0.0),
-        given.get("scale", 1.0),
-        given.get("softcap", 0.0),
-        given.get("temperature", 1.0),
-    )
+# The options of a row's loss that slices have: all but the first, label smoothing.
+OPTIONS = tuple(LOSS_OPTIONS)[1:]
 
 
 def of_slices(
@@ -54,7 +43,7 @@ def of_slices(
             f"z_loss is {options['z_loss']} with weight and classes of which each rank has a slice, "
             "expected 0; leave one of them out"
         )
-    more = _values(options)
+    more = loss_values(options)[1:]
     if has_no_values(x):
         return _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more)
     plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
@@ -149,11 +138,7 @@ def _plan(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan
         f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
         f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
     )
-    options = {
-        name: value
-        for name, value, neutral in zip(OPTIONS, more, _values({}), strict=True)
-        if value != neutral
-    }
+    options = {name: value for name, value in zip(OPTIONS, more, strict=True) if value != LOSS_OPTIONS[name]}
     text += "".join(f", {name} {value}" for name, value in options.items())
     if options:  # a rank without classes would not see that a value is refused
         operators_gen.cross_entropy_fwd(x.new_empty(0, 1), target.new_empty(0), **options)
@@ -299,16 +284,15 @@ def _combined(every, target, local, weight, plan):
         if factor := plan.options.get("z_loss"):
             squares = (lse[:rows] + lse[rows:-1]).square_().mul_(factor)  # of whole rows
             squares.masked_fill_(target.view(-1) == plan.ignore_index, 0)
-            loss += squares.view(target.shape) if plan.reduction == NONE else _reduced(squares, lse, plan)
+            if plan.reduction == NONE:
+                loss += squares.view(target.shape)
+            else:
+                loss += squares.sum() / lse[-1] if plan.reduction == MEAN else squares.sum()
     else:
         loss.fill_(float("nan") if plan.reduction == MEAN else 0)
     if weights is not None:
         local = local.masked_fill(weights == 0, plan.ignored)  # backward ignores the row, whatever is in it
     return loss, local, lse, weights
-
-
-def _reduced(squares, lse, plan):
-    return squares.sum() / lse[-1] if plan.reduction == MEAN else squares.sum()
 
 
 def _forward(ctx, x, target, weight, group, plan, inplace_backward):

@@ -16,9 +16,9 @@ import torch
 
 from .. import _imports
 from .._table import (
+    LOSS_OPTIONS,
     MEAN,
     NONE,
-    OPERATORS,
     SHAPES,
     TORCH,
     forms,
@@ -212,10 +212,6 @@ def _of_heads(name, specs, inputs, computed, refuse):
 # ---- Cross-entropy of sharded classes ----
 
 
-# The options of a row's loss, and their defaults.
-_NEUTRAL = {o.name: o.default for o in OPERATORS["cross_entropy_forward"].options if o.type == "real"}
-
-
 def cross_entropy_of_slices(given):
     """cross_entropy's results for logits whose classes are sharded on one dimension of the mesh, or None for
     any other x.
@@ -257,12 +253,12 @@ def cross_entropy_of_slices(given):
             "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
             "it divides"
         )
-    loss_options = {name: values[name] for name, neutral in _NEUTRAL.items() if values[name] != neutral}
+    loss_options = {name: values[name] for name, neutral in LOSS_OPTIONS.items() if values[name] != neutral}
     for name, value in loss_options.items():
         if name not in sharded_cross_entropy.OPTIONS:
             raise NotImplementedError(
                 f"gander: cross_entropy: {name} is {value} with x whose classes are sharded, expected "
-                f"{_NEUTRAL[name]}: it is not supported of slices; leave it out, or redistribute x"
+                f"{LOSS_OPTIONS[name]}: it is not supported of slices; leave it out, or redistribute x"
             )
     target = _local("target", target, mesh, rows)
     weight, divisor = (

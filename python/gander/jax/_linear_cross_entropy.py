@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .._functions.arguments import code_of
+from .._functions.cross_entropy import check_sum
+from .._functions.linear_cross_entropy import check_chunks
 from .._table import NONE, REDUCTIONS, Reduction
 from .._words import integer
 from ._arguments import as_arrays
@@ -86,13 +88,10 @@ def linear_cross_entropy(
     x, weight, bias, class_weight = as_arrays(x=x, weight=weight, bias=bias, class_weight=class_weight)
     target = as_target(target)
     code = code_of("reduction", reduction, REDUCTIONS)
-    if divisor is not None and reduction != "sum":
-        raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
+    check_sum(divisor, None, reduction)
     _check(x, weight, target, bias, class_weight)
     rows = x.size // x.shape[-1] if x.shape[-1] else 0
-    expected = "a number of rows of 1 or more, or None"
-    if chunk is not None and integer("chunk", chunk, expected) < 1:
-        raise ValueError(f"chunk is {chunk}, expected {expected}")
+    check_chunks(chunk, None)
     options = Options(
         integer("ignore_index", ignore_index),
         chunk or max(-(-rows // _CHUNKS), 1),

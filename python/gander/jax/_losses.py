@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._functions.arguments import code_of, loss_options
-from .._table import NONE, REDUCTIONS, SUM, Reduction
+from .._functions.arguments import code_of, loss_options, refuse_z_loss
+from .._functions.cross_entropy import check_sum
+from .._table import LOSS_OPTIONS, NONE, REDUCTIONS, SUM, Reduction
 from .._words import check_flags, integer, number
 from ._arguments import as_arrays
 from ._gradients import apply
@@ -33,10 +34,6 @@ class Options(NamedTuple):
     batch_invariant: bool
     one_pass: bool
     mean: bool
-
-
-# The options of a row's loss, and their defaults.
-_DEFAULTS = {"label_smoothing": 0.0, "z_loss": 0.0, "scale": 1.0, "softcap": 0.0, "temperature": 1.0}
 
 
 def statistic(x: Any) -> Any:
@@ -110,19 +107,17 @@ def cross_entropy(
     check_sum(divisor, upstream, reduction)
     if one_pass is None:
         one_pass = x.dtype != jnp.float16 or upstream is not None
+    more = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     options = Options(
         integer("ignore_index", ignore_index),
-        *(_DEFAULTS | loss_options(label_smoothing, z_loss, scale, softcap, temperature)).values(),
+        *(LOSS_OPTIONS | more).values(),
         batch_invariant,
         one_pass,
         reduction == "mean",
     )
     check_class_weights(x, weight)
-    if options.z_loss and weight is not None and options.mean:
-        raise NotImplementedError(
-            f"z_loss is {options.z_loss} with weight and reduction 'mean', expected 0: the mean of losses is "
-            "over weights, that of z-losses over rows; use reduction 'sum', or leave one out"
-        )
+    if weight is not None and options.mean:
+        refuse_z_loss(more, "weight")
     if code == NONE:
         return _each_row(options, *alike_or_none(x, target, weight))
     if reduction == "mean" and x.ndim:
@@ -163,16 +158,6 @@ def as_upstream(value: Any, x: Any) -> Any:
     upstream = as_scalar("upstream", value, x)
     size = jnp.abs(upstream)
     return jnp.where((size >= 2.0**-64) & (size <= 2.0**64), upstream, jnp.ones_like(upstream))
-
-
-def check_sum(divisor: Any, upstream: Any, reduction: str) -> None:
-    """Refuses what needs another reduction."""
-    if divisor is not None and reduction != "sum":
-        raise ValueError(f"divisor is given with reduction {reduction!r}, expected 'sum', which it divides")
-    if upstream is not None and reduction == "none":
-        raise ValueError(
-            "upstream is given with reduction 'none', expected 'sum' or 'mean': it is one number"
-        )
 
 
 def check_class_weights(x: Any, weight: Any) -> None:
