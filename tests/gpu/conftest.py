@@ -173,8 +173,8 @@ def pytest_collection_modifyitems(config, items):
     config.stash[GRID_TESTS] = sum(item.path.name == GRID for item in items)
     # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs. Where
     # processes share the tests, those with jobs come after the others: all processes take turns on the
-    # device, and a sanitizer's turns are long.
-    late = is_worker(config)
+    # device, and a sanitizer's turns are long. With several devices, the others do not wait for it.
+    late = is_worker(config) and torch.cuda.device_count() == 1
     items.sort(
         key=lambda item: (
             item.path.name == "test_large.py",

@@ -62,8 +62,9 @@ for dtype, m, n in (torch.bfloat16, 512, 32000), (torch.float32, 7, 1001), (torc
             whole, part = x.clone().requires_grad_(), x[:, cut].clone().requires_grad_()
             want = gander.cross_entropy(whole, target, weight=w, reduction=reduction)
             def call():
+                of_slice = None if w is None else w[cut]
                 return gander.distributed.cross_entropy(
-                    part, target, weight=None if w is None else w[cut], reduction=reduction
+                    part, target, weight=of_slice, reduction=reduction, sizes=sizes
                 )
             loss = call()
             torch.testing.assert_close(loss, want)

@@ -8,7 +8,12 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "python"
 ON_CUDA = re.compile(r"def \w+\(.*\bdevice\b|def test_\w*cuda")  # the fixture `device`, or the test's name
-FILES = [path for path in sorted(FOLDER.glob("test_*.py")) if ON_CUDA.search(path.read_text())]
+ELSEWHERE = {"test_docs.py"}  # test_pages.py runs the pages
+FILES = [
+    path
+    for path in sorted(FOLDER.glob("test_*.py"))
+    if path.name not in ELSEWHERE and ON_CUDA.search(path.read_text())
+]
 PYTEST = sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", "-k", "cuda"
 
 

@@ -71,7 +71,7 @@ def test_options_of_the_loss(reduction, one_pass):
     with pytest.raises(NotImplementedError, match=r"z_loss is 0.1 with weight and reduction 'mean'"):
         gj.cross_entropy(LOGITS, TARGET, WEIGHT, z_loss=0.1)
     with pytest.raises(Exception, match="softcap is -1"):
-        gj.cross_entropy(LOGITS, TARGET, softcap=-1)
+        gj.cross_entropy(LOGITS, TARGET, softcap=-1).block_until_ready()
 
 
 def test_single_pass():

@@ -75,7 +75,12 @@ def test_values_and_gradients(served, dtype, shape, more, weighted, reduction):
     _, rounded_dx = gradient(of_torch, x)
     assert got.dtype == wide
     size = exact.abs() if reduction == "none" else exact.abs() + 1
-    assert_accurate(got, single, exact, "loss", extra=size * 2**-21 if wide == SINGLE else size * 1e-14)
+    extra = size * 2**-21 if wide == SINGLE else size * 1e-14
+    if (
+        served == "cuda" and dtype != wide and "softcap" in more
+    ):  # tanh is off by 2^-23: of lse, and of a logit
+        extra = extra + 2 * 2**-23 * more["softcap"] / more.get("temperature", 1.0)
+    assert_accurate(got, single, exact, "loss", extra=extra)
     # The terms of dx cancel where p is near w / W.
     assert_accurate(
         dx, rounded_dx, exact_dx, "dx", extra=exact_dx.abs().max() * (2**-22 if dtype != DOUBLE else 1e-15)

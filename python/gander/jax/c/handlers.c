@@ -49,6 +49,7 @@ typedef struct {
   const Operator* operator;
   int scratch_count;
   MemoryFree scratch[MAX_SCRATCH];
+  Error* refusal; /* of scratch memory, in XLA's words */
 } Call;
 
 #define LIBRARY_FUNCTIONS(F) F(gander_abi_version) F(gander_last_error) OPERATOR_FUNCTIONS(F)
@@ -176,18 +177,15 @@ static Error* fill_options(const Call* call, Value* values) {
   return NULL;
 }
 
-/* Scratch memory on the GPU: see the head of this file. libgander reports a failure. */
+/* Scratch memory on the GPU: see the head of this file. XLA refuses to promise more than ALIGNMENT. */
+enum { ALIGNMENT = 16 };
 static void* scratch(void* context, size_t bytes) {
   Call* call = context;
   const Frame* frame = call->frame;
-  MemoryAllocate args = {sizeof args, NULL, frame->context, bytes, 256, NULL};
-  if (call->scratch_count == MAX_SCRATCH) return NULL;
-  Error* error = frame->api->memory_allocate(&args);
-  if (error != NULL) {
-    ErrorDestroy destroy = {sizeof destroy, NULL, error};
-    frame->api->error_destroy(&destroy);
-    return NULL;
-  }
+  MemoryAllocate args = {sizeof args, NULL, frame->context, bytes, ALIGNMENT, NULL};
+  if (call->scratch_count == MAX_SCRATCH || call->refusal != NULL) return NULL;
+  call->refusal = frame->api->memory_allocate(&args);
+  if (call->refusal != NULL) return NULL;
   call->scratch[call->scratch_count++] =
       (MemoryFree){sizeof(MemoryFree), NULL, frame->context, bytes, args.data};
   return args.data;
@@ -197,7 +195,12 @@ static void* scratch(void* context, size_t bytes) {
 static Error* finish(Call* call, Error* error) {
   for (int i = 0; i < call->scratch_count; i++) {
     Error* failure = call->frame->api->memory_free(&call->scratch[i]);
-    if (error == NULL) error = failure;
+    if (error == NULL) {
+      error = failure;
+    } else if (failure != NULL) {
+      ErrorDestroy destroy = {sizeof destroy, NULL, failure};
+      call->frame->api->error_destroy(&destroy);
+    }
   }
   return error;
 }
@@ -229,7 +232,8 @@ static Error* run(Frame* frame, const Operator* operator, bool cuda) {
       (error = fill_options(&call, options)) != NULL)
     return error;
   int32_t status = operator->call(operands, options, cuda ? &allocator : NULL, get.stream);
-  if (status != GANDER_OK) error = fail(&call, code_of(status), "%s", lib.gander_last_error(), NULL);
+  if (call.refusal != NULL) error = call.refusal;
+  else if (status != GANDER_OK) error = fail(&call, code_of(status), "%s", lib.gander_last_error(), NULL);
   return finish(&call, error);
 }
 
