@@ -248,6 +248,7 @@ def test_targets_of_training_name_what_failed_and_what_was_not_run():
     ("arguments", "said"),
     [
         (["--model", "large"], "large is not one of small, medium, llama3-8b, qwen3-8b, tiny"),
+        (["--run", "2"], "2 is more than the runs, which are 1"),
         (["--contestants", "jax"], "jax is not one of torch, torch.compile"),
         (["--device", "tpu"], "tpu is not available"),
     ],

@@ -36,6 +36,9 @@ def main(
         int | None,
         typer.Option(min=1, help="In each of which all contestants run; 3 for the whole models, else 1."),
     ] = None,
+    run: Annotated[
+        int | None, typer.Option(min=1, help="Only this one of the runs: each GPU of a machine can have one.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; by default the GPU where there is one.")
     ] = None,
@@ -81,6 +84,9 @@ def main(
             "stand-in needs torch alone",
             param_hint="--model",
         )
+    runs = runs or preset.runs
+    if run is not None and run > runs:
+        raise typer.BadParameter(f"{run} is more than the runs, which are {runs}", param_hint="--run")
     names = (
         words(contestants, tuple(CONTESTANTS), "--contestants") or preset.contestants or tuple(CONTESTANTS)
     )
@@ -102,8 +108,9 @@ def main(
         f"{model}, {point['batch']} x {point['sequence']} tokens, {steps} steps, {point['dtype']}, {device}"
     )
     versions = _versions(preset.transformers)
-    runs = runs or preset.runs
     for number, name in _turns(names, runs):
+        if run not in (None, number):
+            continue
         named = point | {"contestant": name} | ({"run": number} if max(runs, preset.runs) > 1 else {})
         if store.has(named, [name]):
             continue
