@@ -56,6 +56,10 @@ def pytest_configure(config):
     config.stash[LAUNCHED] = set()
     if is_worker(config):
         rotate_devices(config.workerinput["devices"], config.workerinput["workerid"])
+        # Or all processes together have many times as many threads as there are cores.
+        threads = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the programs that it starts
+        torch.set_num_threads(threads)
     else:
         if not torch.cuda.is_available() and not config.option.collectonly:
             raise pytest.UsageError("tests/gpu needs a GPU: there is no CUDA device, or torch cannot use it")
