@@ -291,7 +291,60 @@ QK_NORM = {
         "rrw", _qk_norm_backward_inputs, _qk_norm_rotary_backward, (4, 5), checked=2
     ),
 }
-COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM
+
+
+def _mapped(x, temperature, softcap):
+    """The logits that the loss is of."""
+    z = x if softcap is None else softcap * (x / softcap).tanh()
+    return z if temperature == 1 else z / temperature
+
+
+def _losses_with(
+    x, target, reduction="none", *, label_smoothing=0.0, z_loss=0.0, temperature=1.0, softcap=None
+):
+    z = _mapped(x, temperature, softcap)
+    loss = F.cross_entropy(z, target, reduction=reduction, label_smoothing=label_smoothing)
+    if not z_loss:
+        return loss
+    squares = z_loss * z.logsumexp(-1).square()
+    return loss + (squares.sum() if reduction == "sum" else squares)
+
+
+def _gradient_with(x, target, *, label_smoothing=0.0, z_loss=0.0, temperature=1.0, softcap=None):
+    """Of the sum of the losses."""
+    z = _mapped(x, temperature, softcap)
+    lse = z.logsumexp(-1, keepdim=True)
+    onehot = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    dz = (z - lse).exp() * (1 + 2 * z_loss * lse)
+    dz = dz - (1 - label_smoothing) * onehot.to(x.dtype) - label_smoothing / x.shape[-1]
+    dz = dz if temperature == 1 else dz / temperature
+    return dz if softcap is None else dz * (1 - (x / softcap).tanh().square())
+
+
+# Options of a loss by the name of what has them. Liger has no temperature.
+_EACH = {
+    "smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-4},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 30.0},
+}
+LOSS_OPTIONS = _EACH | {"options": {name: value for one in _EACH.values() for name, value in one.items()}}
+
+
+def _of_losses(way, operator, names=tuple(LOSS_OPTIONS)):
+    """By name, what operator(**options) gives for each of the options of a loss."""
+    return {f"cross_entropy_{name}_{way}": operator(**LOSS_OPTIONS[name]) for name in names}
+
+
+# Cross-entropy with options, which the section `options` compares.
+OPTIONED = _of_losses(
+    "forward",
+    lambda **how: Operator("r", _cross_entropy_inputs, lambda *inputs: (_losses_with(*inputs, **how),)),
+) | _of_losses(
+    "loss_gradient",
+    lambda **how: Operator("rw", _cross_entropy_inputs, lambda *inputs: (_gradient_with(*inputs, **how),)),
+)
+COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -501,7 +554,12 @@ def _torch():
             "qk_norm_rotary_backward": _qk_norm_rotary_gradient(_qk_norm_rotary),
         }
         | _of_rotary("forward", lambda i: _direct(_as_in_models(_rotary, interleaved=i)))
-        | _of_rotary("backward", _torch_rotary_backward),
+        | _of_rotary("backward", _torch_rotary_backward)
+        | _of_losses("forward", lambda **how: _tuple(functools.partial(_losses_with, **how)))
+        | _of_losses(
+            "loss_gradient",
+            lambda **how: _loss_gradient(functools.partial(_losses_with, reduction="sum", **how)),
+        ),
     )
 
 
@@ -534,6 +592,18 @@ def _float_loss_gradient(x, target):
     log_p = F.log_softmax(x.float(), -1)
     onehot = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
     return (log_p.exp() - onehot.float()).to(x.dtype), -log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _float_losses_with(**how):
+    return lambda x, target: (_losses_with(x.float(), target, **how),)
+
+
+def _float_gradient_with(**how):
+    def function(x, target):
+        wide = x.float()
+        return _gradient_with(wide, target, **how).to(x.dtype), _losses_with(wide, target, **how)
+
+    return function
 
 
 def _separate_cache():
@@ -603,8 +673,18 @@ def _torch_compile():
             "qk_norm_rotary_backward": _compiled(_float_qk_norm_rotary_backward),
         }
         | _of_rotary("forward", lambda i: _compiled(_as_in_models(_rotary, interleaved=i)))
-        | _of_rotary("backward", lambda i: _compiled(_as_in_models(_rotary_backward, interleaved=i))),
+        | _of_rotary("backward", lambda i: _compiled(_as_in_models(_rotary_backward, interleaved=i)))
+        | _of_losses("forward", lambda **how: _compiled(_float_losses_with(**how)))
+        | _of_losses("loss_gradient", lambda **how: _compiled(_float_gradient_with(**how))),
     )
+
+
+def _gander_losses(**how):
+    return _tuple(functools.partial(gander.cross_entropy, reduction="none", **how))
+
+
+def _gander_loss_gradient(**how):
+    return _direct(lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True, **how)[::-1])
 
 
 def _gander_rotary_backward(interleaved):
@@ -642,10 +722,8 @@ def _gander():
             "softmax_backward": _tuple(gander.softmax_bwd),
             "rmsnorm_forward": _direct(lambda x, weight: gander.rmsnorm_fwd(x, weight, eps=EPS)),
             "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs)[:2]),
-            "cross_entropy_forward": _tuple(functools.partial(gander.cross_entropy, reduction="none")),
-            "cross_entropy_loss_gradient": _direct(
-                lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True)[::-1]
-            ),
+            "cross_entropy_forward": _gander_losses(),
+            "cross_entropy_loss_gradient": _gander_loss_gradient(),
             "rmsnorm_backward_dx": _tuple(lambda x, dout, rstd: gander.rmsnorm_bwd(x, None, dout, rstd)[0]),
             "cross_entropy_backward": _tuple(gander.cross_entropy_bwd),
             "rmsnorm_residual_forward": _direct(
@@ -664,7 +742,9 @@ def _gander():
             "qk_norm_rotary_backward": _direct(_gander_qk_norm_rotary_backward),
         }
         | _of_rotary("forward", lambda i: _direct(_as_in_models(gander.rotary, interleaved=i)))
-        | _of_rotary("backward", _gander_rotary_backward),
+        | _of_rotary("backward", _gander_rotary_backward)
+        | _of_losses("forward", _gander_losses)
+        | _of_losses("loss_gradient", _gander_loss_gradient),
     )
 
 
@@ -680,6 +760,17 @@ def _gander_apart():
         {
             "qk_norm_rotary_forward": _direct(function),
             "qk_norm_rotary_backward": _qk_norm_rotary_gradient(function),
+        },
+    )
+
+
+def _gander_plain():
+    """Cross-entropy without options, for a time beside that with options."""
+    return Provider(
+        {},
+        {
+            "cross_entropy_forward": _gander_losses(),
+            "cross_entropy_loss_gradient": _gander_loss_gradient(),
         },
     )
 
@@ -754,10 +845,8 @@ def _gander_batch_invariant():
         some.functions,
         some.operators
         | {
-            "cross_entropy_forward": _tuple(functools.partial(gander.cross_entropy, reduction="none", **how)),
-            "cross_entropy_loss_gradient": _direct(
-                lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True, **how)[::-1]
-            ),
+            "cross_entropy_forward": _gander_losses(**how),
+            "cross_entropy_loss_gradient": _gander_loss_gradient(**how),
         },
     )
 
@@ -858,6 +947,11 @@ def _liger():
         _, *launch = _softmax_forward(y)
         return lambda: (_softmax_backward(dy, y, *launch),)
 
+    def losses(reduction, z_loss=0.0, **how):
+        return functools.partial(liger_cross_entropy, reduction=reduction, lse_square_scale=z_loss, **how)
+
+    with_options = ("smoothing", "z_loss", "softcap")
+
     return Provider(
         {
             "softmax": liger_softmax,
@@ -884,7 +978,11 @@ def _liger():
             "rotary_backward": rotary(rope_backward),
             "rotary_partial_forward": rotary(liger_rope),
             "rotary_partial_backward": rotary(rope_backward),
-        },
+        }
+        | _of_losses("forward", lambda **how: _tuple(losses("none", **how)), with_options)
+        | _of_losses(
+            "loss_gradient", lambda **how: _loss_gradient_in_place(losses("sum", **how)), with_options
+        ),
     )
 
 
@@ -994,6 +1092,7 @@ _PROVIDERS = {
     "torch.compile": (_torch_compile, "torch"),
     "gander": (_gander, None),
     "gander-apart": (_gander_apart, None),
+    "gander-plain": (_gander_plain, None),
     "gander-two-passes": (_gander_two_passes, None),
     "gander-upstream": (_gander_upstream, None),
     "gander-remember": (_gander_remember, None),

@@ -48,8 +48,8 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, norms, glu, rotary, algorithms, invariant, step, "
-            "linear, sharded, cpu; `train` is a command with options of its own.",
+            help="host, load, throughput, odd, few, models, norms, glu, rotary, options, algorithms, "
+            "invariant, step, linear, sharded, cpu; `train` is a command with options of its own.",
         ),
     ] = None,
     providers: Annotated[

@@ -48,6 +48,17 @@ TITLES = {
     "rotary_interleaved_backward": "rotary interleaved, backward",
     "qk_norm_rotary_forward": "RMSNorm of each head and rotary, forward",
     "qk_norm_rotary_backward": "RMSNorm of each head and rotary, backward (dq, dk, dw)",
+    **{
+        f"cross_entropy_{option}_{way}": f"cross-entropy with {which}, {what}"
+        for way, what in (("forward", "forward"), ("loss_gradient", "loss + gradient"))
+        for option, which in (
+            ("smoothing", "label smoothing"),
+            ("z_loss", "a z-loss"),
+            ("temperature", "a temperature"),
+            ("softcap", "a cap"),
+            ("options", "all of them"),
+        )
+    },
 }
 
 
@@ -416,6 +427,41 @@ _NORMS_NOTE = (
 )
 
 
+def options_tables(records) -> list[Table]:
+    """Options and shapes against providers."""
+    tables = []
+    for dtype in _dtypes(of(records, "options")):
+        mine = of(records, "options", dtype=dtype)
+        providers = unique(name for r in mine for name in r["results"])
+        rows = []
+        for r in mine:
+            times = {name: figures.get("us") for name, figures in r["results"].items()}
+            us, plain, limit = times.get("gander"), times.get("gander-plain"), r.get("limit", {}).get("us")
+            row = [TITLES[r["op"]], _size(r["m"], r["n"]), _number(limit, "{:.1f}")]
+            row += [_figure(r["results"].get(name), "us", "{:.1f}") for name in providers]
+            row += [_number(us / other if us and other else None, "{:.3f}") for other in (plain, limit)]
+            rows.append([*row, _met(us / limit if us and limit else None, most_of_limit(r)), _speedup(r)])
+        title = f"Options of cross-entropy, us, {dtype} ({_where(mine)})"
+        columns = ["operator", "M x N", "limit", *providers, "over plain", "over the limit", "at most"]
+        tables.append(Table(title, [*columns, "times the best other"], rows, _OPTIONS_NOTE))
+    return tables
+
+
+_OPTIONS_NOTE = (
+    "gander-plain is without options. The limit is a kernel that reads the logits once; with a gradient, one "
+    "that reads them twice and writes as much once."
+)
+
+
+def most_of_limit(record: dict) -> float | None:
+    """How many times the limit's time cross-entropy with a cap may take; None where there is no target."""
+    if record["m"] < models.TRAINING[0]:
+        return None
+    return {"cross_entropy_softcap_forward": 1.3, "cross_entropy_softcap_loss_gradient": 1.05}.get(
+        record["op"]
+    )
+
+
 def _number(figure: float | None, form: str) -> str:
     return "-" if figure is None else form.format(figure)
 
@@ -661,6 +707,7 @@ _SECTIONS = {
     "norms": norms_tables,
     "glu": glu_tables,
     "rotary": rotary_tables,
+    "options": options_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,

@@ -26,11 +26,13 @@ from .report import (
     linear_tables,
     load_tables,
     models_tables,
+    most_of_limit,
     newest,
     norms_tables,
     of,
     of_contestants,
     on_gpu,
+    options_tables,
     point_of,
     rotary_tables,
     runs_of_training,
@@ -246,6 +248,15 @@ def _whole_models(records) -> Iterator[Check]:
             yield Check(kind, "training", model, median, at_most=1.1)
 
 
+def _with_options(records) -> Iterator[Check]:
+    """A cap needs a tanh of each logit, which may not cost more than this."""
+    for r in of(records, "options"):
+        if most := most_of_limit(r):
+            share = r["results"].get("gander", {}).get("ratio")
+            name = "time with a cap over the limit's"
+            yield Check(name, r["op"], point_of(r), share and 1 / share, at_most=most)
+
+
 def _times_as_fast(record: dict, name: str) -> float | None:
     mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
     return other / mine if mine and other else None
@@ -328,7 +339,7 @@ def _cpu(records) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable, ...] = (
-    _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _linear, _sharded,
+    _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _with_options, _linear, _sharded,
     _training, _whole_models, _host, _first_calls, _algorithms, _cpu,
 )  # fmt: skip
 
@@ -416,8 +427,8 @@ def _few(records) -> list[Table]:
 
 _TABLES: tuple[Callable, ...] = (
     models_tables, norms_tables, glu_tables, rotary_tables, _throughput, _few, invariant_tables, step_tables,
-    linear_tables, sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables, train_tables,
-    summary,
+    options_tables, linear_tables, sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables,
+    train_tables, summary,
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from .cases import (
     GLU,
     NORMS,
     OPERATORS,
+    OPTIONED,
     PROVIDERS,
     QK_NORM,
     ROTARY,
@@ -72,6 +73,8 @@ NORM_ROWS, NORM_BYTES = 32768, 64 << 20
 SERVED = tuple((m, n) for n in (4096, 5120, 7168, 16384) for m in models.SERVING)
 LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
 HIDDEN = 4096  # of its linear head
+# Where options of a loss are measured: vocabularies, rows of a few KiB, and a few tokens.
+LOSSES = ((8192, 128256), (8192, 151936), (32768, 4096), (4096, 32768), (8, 151936))
 SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
@@ -342,6 +345,34 @@ def rotary(options: Options) -> Iterator[Point]:
                 name = {"section": "rotary", "op": op, "dtype": dtype, "m": m, "n": n, "run": options.run}
                 having = _having_operator(options.providers, op)
                 yield from _point(name, having, _rotary_point, options, op, dtype, m, n)
+
+
+def _options_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    """Also without options, by "gander-plain". With a gradient the limit reads two tensors and writes one, as
+    a kernel has to that reads the logits again."""
+    torch.manual_seed(0)
+    inputs = ALL[op].inputs(m, n, DTYPES[dtype], "cuda")
+    plain = f"cross_entropy_{'forward' if op.endswith('forward') else 'loss_gradient'}"
+    with_options = tuple(name for name in providers if name != _PLAIN)
+    calls, results = _prepare(with_options, op, inputs, m)
+    for found, more in zip((calls, results), _prepare((_PLAIN,), plain, inputs, m), strict=True):
+        found |= more
+    traffic = "r" if op.endswith("forward") else "rrw"
+    read = [inputs[0], *(inputs[0].clone() for _ in range(traffic.count("r") - 1))]
+    return _beside_the_limit(options, traffic, read, calls, results)
+
+
+_PLAIN = "gander-plain"
+
+
+def loss_options(options: Options) -> Iterator[Point]:
+    """Cross-entropy with each of its options and with all of them, beside it without."""
+    for op in options.operators or OPTIONED:
+        for dtype in options.dtypes or ("bfloat16", "float32"):
+            for m, n in options.shapes or LOSSES:
+                name = {"section": "options", "op": op, "dtype": dtype, "m": m, "n": n}
+                having = (*_having_operator(options.providers, op), _PLAIN)
+                yield from _point(name, having, _options_point, options, op, dtype, m, n)
 
 
 def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
@@ -615,6 +646,7 @@ SECTIONS = {
     "norms": norms,
     "glu": glu,
     "rotary": rotary,
+    "options": loss_options,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,

@@ -27,10 +27,17 @@ def test_plain_kernels_move_each_tensor(traffic):
         assert all(torch.equal(tensor, want) for tensor in written), name
 
 
-@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY | cases.QK_NORM)
+def section_of(op):
+    for operators, section in ((cases.NORMS, sections.norms), (cases.OPTIONED, sections.loss_options)):
+        if op in operators:
+            return section
+    return sections.rotary
+
+
+@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY | cases.QK_NORM | cases.OPTIONED)
 def test_points_by_shape(op):
     options = sections.Options(("torch", "gander"), (op,), ("bfloat16", "float16"), ((33, 512),), seconds=0)
-    for point in (sections.norms if op in cases.NORMS else sections.rotary)(options):
+    for point in section_of(op)(options):
         figures = point.measure()
         assert figures["limit"]["us"] > 0
         assert all(figures["results"][name]["ratio"] > 0 for name in options.providers), figures

@@ -495,6 +495,63 @@ def test_points_of_rotary(command, monkeypatch):
     assert len({records.key(point.name) for point in points}) == len(points)
 
 
+def test_points_of_options(command, monkeypatch):
+    """The command from end to end. The limit with a gradient reads two tensors."""
+    moved = measured_on_the_cpu(monkeypatch, cases.OPTIONED | cases.OPERATORS)
+    chosen = ["options", "--shapes", "3x40", "--dtypes", "float32", "--providers", "torch,gander"]
+    for resume in ([], ["--resume"]):
+        result = command(*chosen, "--out", "a", *resume)
+        assert result.exit_code == 0, result.output
+    found = lines("a")
+    assert [record["op"] for record in found] == list(cases.OPTIONED)
+    for record, (traffic, read) in zip(found, moved, strict=True):
+        assert traffic == ("r" if record["op"].endswith("forward") else "rrw") and len(read) in (1, 2)
+        assert set(record["results"]) == {"torch", "gander", "gander-plain"}
+        assert all(figures["off"] < 1e-4 and figures["us"] for figures in record["results"].values())
+    shown = command("--report", "a", "--no-plots")
+    assert shown.exit_code == 0 and "cross-entropy with a z-loss, forward" in shown.output
+    points = list(sections.loss_options(sections.Options(("gander",))))
+    assert len(points) == len({records.key(point.name) for point in points}) == 10 * 2 * len(sections.LOSSES)
+    assert {point.providers for point in points} == {("gander", "gander-plain")}
+
+
+def options_record(op, mine, m=8192):
+    """gander's time over the limit's, of 10 us."""
+    name = {"section": "options", "op": op, "m": m, "n": 128256}
+    figures = {
+        "gander": timing_of(10 * mine, ratio=1 / mine),
+        "gander-plain": timing_of(8.0),
+        "liger": timing_of(30.0),
+    }
+    return gpu_records()[0] | name | {"results": figures, "limit": timing_of(10.0)}
+
+
+def test_what_options_of_a_loss_cost():
+    forward = options_record("cross_entropy_softcap_forward", 1.2)
+    both = options_record("cross_entropy_softcap_loss_gradient", 1.2)
+    others = [
+        options_record("cross_entropy_softcap_forward", 9, m=8),
+        options_record("cross_entropy_options_forward", 9),
+    ]
+    (table,) = report.tables([forward, both, *others])
+    assert table.columns[2:] == [
+        "limit", "gander", "gander-plain", "liger", "over plain", "over the limit", "at most",
+        "times the best other",
+    ]  # fmt: skip
+    figures = ["10.0", "12.0", "8.0", "30.0", "1.500", "1.200"]
+    assert rows_of(table)["cross-entropy with a cap, forward", "8192 x 128256"] == [
+        *figures, "1.3 met", "2.50",
+    ]  # fmt: skip
+    assert rows_of(table)["cross-entropy with a cap, loss + gradient", "8192 x 128256"][-2:] == [
+        "1.05 MISSED", "2.50",
+    ]  # fmt: skip
+    found = results.checks([forward, both, *others])
+    assert [(check.op, check.met()) for check in found] == [
+        ("cross_entropy_softcap_forward", True),
+        ("cross_entropy_softcap_loss_gradient", False),
+    ]
+
+
 def test_norms_resume_and_report(command, monkeypatch):
     """The command from end to end, with inputs on the CPU, and times that are not measured."""
     read = measured_on_the_cpu(monkeypatch, cases.NORMS)
