@@ -1,4 +1,4 @@
-"""`python -m gander_bench demo | bench | bench train`.
+"""`python -m gander_bench demo | bench | bench train | jax`.
 
 The options of a command are the parameters of its main function.
 """
@@ -16,10 +16,11 @@ app = typer.Typer(
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _run(command: str, module: str, arguments: list[str]) -> None:
+def _run(command: str, module: str, arguments: list[str], needs: tuple[str, ...] = ("torch",)) -> None:
     main = typer.Typer(add_completion=False)
-    if importlib.util.find_spec("torch") is None:
-        sys.exit(f"gander_bench {command} needs torch, which is not installed: pip install torch")
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"gander_bench {command} needs {name}, which is not installed: pip install {name}")
     main.command()(importlib.import_module(f"gander_bench.{module}").main)
     main(args=arguments, prog_name=f"python -m gander_bench {command}")
 
@@ -38,6 +39,12 @@ def bench(context: typer.Context) -> None:
         _run("bench train", "train", context.args[1:])
     else:
         _run("bench", "command", context.args)
+
+
+@app.command(context_settings=_PASSED_ON)
+def jax(context: typer.Context) -> None:
+    """Measure gander.jax beside formulas that XLA fuses."""
+    _run("jax", "jax_command", context.args, ("torch", "jax"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def words(text: str | None, allowed, option: str) -> tuple[str, ...] | None:
     return words
 
 
-def _shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:
+def shapes_of(text: str | None) -> tuple[tuple[int, int], ...] | None:
     if text is None:
         return None
     try:
@@ -36,7 +36,7 @@ def _shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:
     return shapes
 
 
-def _shard(text: str) -> tuple[int, int]:
+def shard_of(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
         raise typer.BadParameter(f"{text} is not of the form 1/4 ... 4/4", param_hint="--shard")
@@ -142,12 +142,12 @@ def main(
             f"{', '.join(wanted)} need a GPU, and torch finds none; expected some of {', '.join(others)}",
             param_hint="SECTION",
         )
-    index, count = _shard(shard)
+    index, count = shard_of(shard)
     options = Options(
         providers=_installed(console, words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
         operators=words(ops, tuple(COMPARED), "--ops"),
         dtypes=words(dtypes, tuple(DTYPES), "--dtypes"),
-        shapes=_shapes(shapes),
+        shapes=shapes_of(shapes),
         seconds=seconds,
         run=run,
     )
@@ -163,7 +163,7 @@ def main(
     if missed:
         points = _undecided(points, records_of(store.path, "--out"))
     gc.freeze()  # what is imported: looking through it after each point takes longer than most points
-    complete = _measure(console, store, points[index - 1 :: count], limit_seconds)
+    complete = measure_all(console, store, points[index - 1 :: count], limit_seconds)
     gc.unfreeze()
     records = records_of(store.path, "--out")
     print_tables(console, [record for record in records if record["section"] in sections], before)
@@ -197,7 +197,7 @@ def _installed(console, names) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _measure(console, store, points, limit_seconds) -> bool:
+def measure_all(console, store, points, limit_seconds) -> bool:
     """Whether all points are in the store now."""
     from .sections import context_is_lost, figures_of, forget
 
@@ -209,7 +209,7 @@ def _measure(console, store, points, limit_seconds) -> bool:
             return False
         start = time.monotonic()
         figures = figures_of(point)
-        store.add(point.name, figures)
+        store.add(point.name, figures, point.versions)
         line = _line(number, len(points), point.name, figures, time.monotonic() - start)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
         if context_is_lost():

@@ -27,14 +27,18 @@ TITLES = {
     "cross_entropy": "cross-entropy",
     "linear_cross_entropy": "linear cross-entropy",
     "softmax_forward": "softmax forward",
+    "softmax_forward_backward": "softmax forward and backward",
     "softmax_backward": "softmax backward",
     "rmsnorm_forward": "RMSNorm forward",
+    "rmsnorm_forward_backward": "RMSNorm forward and backward (dx, dw)",
     "rmsnorm_backward": "RMSNorm backward (dx, dw)",
     "cross_entropy_forward": "cross-entropy forward",
     "cross_entropy_loss_gradient": "cross-entropy loss + gradient",
+    "cross_entropy_mean_gradient": "cross-entropy mean + gradient",
     "rmsnorm_residual_forward": "RMSNorm of x + residual",
     "rmsnorm_residual_backward": "RMSNorm of x + residual, backward (dx, dw)",
     "layernorm_forward": "LayerNorm forward",
+    "layernorm_forward_backward": "LayerNorm forward and backward (dx, dw, db)",
     "layernorm_residual_forward": "LayerNorm of x + residual",
     "layernorm_backward": "LayerNorm backward (dx, dw, db)",
     "fused_add_rmsnorm": "RMSNorm of x + residual, in place",
@@ -557,6 +561,40 @@ def cpu_tables(records) -> list[Table]:
     return tables
 
 
+def least_over_xla(record: dict) -> float:
+    """The speed over XLA's that is aimed at: never slower, beyond what two runs differ by."""
+    return 1.5 if (record["op"], record["n"]) == ("cross_entropy_mean_gradient", 128256) else 0.98
+
+
+def jax_tables(records) -> list[Table]:
+    """gander.jax beside XLA: programs and shapes are rows."""
+    tables = []
+    for on, dtype in unique((r["on"], r["dtype"]) for r in of(records, "jax")):
+        mine = of(records, "jax", on=on, dtype=dtype)
+        rows = []
+        for r in mine:
+            both = [r["results"].get(name) for name in ("gander", "xla")]
+            speed, least = times_as_fast(r, "xla"), least_over_xla(r)
+            judged = (
+                "" if speed is None or on == "cpu" else f"{least:g} {'met' if speed >= least else 'MISSED'}"
+            )
+            cells = [_figure(figures, *cell) for cell in _JAX_CELLS for figures in both]
+            shown = [*cells[:2], _number(speed, "{:.3f}"), judged, *cells[2:]]
+            rows.append([TITLES[r["op"]], _size(r["m"], r["n"]), *shown])
+        device, versions = newest(mine)["environment"]["device"], newest(mine)["versions"]
+        title = f"gander.jax beside XLA, us, {dtype} ({device}, jax {versions['jax']})"
+        columns = ["program", "M x N", "gander", "XLA", "times XLA's speed", "at least"]
+        tables.append(Table(title, [*columns, "first call, s: gander", "XLA"], rows, _JAX_NOTES[on]))
+    return tables
+
+
+_JAX_CELLS = (("us", "{:.1f}"), ("first s", "{:.2f}"))
+_JAX_NOTES = {
+    "cuda": "Time of the kernels of a call, without the pauses between them, from jax.profiler's trace.",
+    "cpu": "Time of a call on the host's clock.",
+}
+
+
 def _reason(figures: dict) -> str | None:
     """Why a contestant has no figures."""
     if "not_run" in figures:
@@ -715,6 +753,7 @@ _SECTIONS = {
     "sharded": sharded_tables,
     "cpu": cpu_tables,
     "train": train_tables,
+    "jax": jax_tables,
 }
 
 
@@ -755,7 +794,7 @@ def summary(records: list[dict]) -> list[Table]:
         for op in unique(r["op"] for r in of(records, section) if "op" in r):
             mine = of(records, section, op=op)
             for name in unique(name for r in mine for name in r["results"] if not name.startswith("gander")):
-                faster = {point_of(r): speed for r in mine if (speed := _times_as_fast(r, name)) is not None}
+                faster = {point_of(r): speed for r in mine if (speed := times_as_fast(r, name)) is not None}
                 if not faster:
                     continue
                 worst = min(faster, key=lambda point: faster[point])
@@ -776,7 +815,7 @@ def speed_table(*runs: list[dict], figure: str = "us") -> Table:
         for op in unique(r["op"] for r in records):
             for name in unique(name for r in records for name in r["results"]):
                 mine = [r for r in records if r["op"] == op]
-                speeds = [s for r in mine if (s := _times_as_fast(r, name, figure)) is not None]
+                speeds = [s for r in mine if (s := times_as_fast(r, name, figure)) is not None]
                 if speeds and not name.startswith("gander"):
                     cells.setdefault((op, name), f"{statistics.geometric_mean(speeds):.2f}")
     operators, others = (unique(key[i] for key in cells) for i in (0, 1))
@@ -797,7 +836,7 @@ def off_table(records) -> Table:
     return Table(title, ["operator", *names], rows, labels=1)
 
 
-def _times_as_fast(record: dict, name: str, figure: str = "us") -> float | None:
+def times_as_fast(record: dict, name: str, figure: str = "us") -> float | None:
     mine, other = (record["results"].get(who, {}).get(figure) for who in ("gander", name))
     return None if None in (mine, other) else other / mine
 

@@ -22,7 +22,9 @@ from .report import (
     glu_tables,
     host_tables,
     invariant_tables,
+    jax_tables,
     latest,
+    least_over_xla,
     linear_tables,
     load_tables,
     models_tables,
@@ -39,6 +41,7 @@ from .report import (
     sharded_tables,
     step_tables,
     summary,
+    times_as_fast,
     train_tables,
     unique,
 )
@@ -257,13 +260,8 @@ def _with_options(records) -> Iterator[Check]:
             yield Check(name, r["op"], point_of(r), share and 1 / share, at_most=most)
 
 
-def _times_as_fast(record: dict, name: str) -> float | None:
-    mine, other = (record["results"].get(who, {}).get("us") for who in ("gander", name))
-    return other / mine if mine and other else None
-
-
 def _faster_than(name: str, record: dict, target: float) -> Iterator[Check]:
-    speed = _times_as_fast(record, name)
+    speed = times_as_fast(record, name)
     if speed is not None:
         yield Check(f"speed over {name}'s", record["op"], point_of(record), speed, at_least=target)
 
@@ -277,7 +275,7 @@ def _against_quack(records) -> Iterator[Check]:
         if op == "rmsnorm_backward":
             wanted.append((long, 1.4, f"{dtype}, N >= 131072"))
         for points, target, where in wanted:
-            speeds = [speed for r in points if (speed := _times_as_fast(r, "quack")) is not None]
+            speeds = [speed for r in points if (speed := times_as_fast(r, "quack")) is not None]
             if speeds:
                 mean = statistics.geometric_mean(speeds)
                 yield Check("speed over quack's, geometric mean", op, where, mean, at_least=target)
@@ -307,6 +305,13 @@ def _first_calls(records) -> Iterator[Check]:
             yield Check("first call of a new shape, ms", op, "worst", worst, at_most=NEW_SHAPE_MS)
 
 
+def _beside_xla(records) -> Iterator[Check]:
+    for r in of(records, "jax", on="cuda"):
+        if "us" in r["results"].get("xla", {}):
+            least = least_over_xla(r)
+            yield Check("speed over XLA's", r["op"], point_of(r), times_as_fast(r, "xla"), at_least=least)
+
+
 def _algorithms(records) -> Iterator[Check]:
     for r in of(records, "algorithms"):
         us = {name: figures["us"] for name, figures in r["results"].items() if "us" in figures}
@@ -334,13 +339,13 @@ def _cpu(records) -> Iterator[Check]:
             targets = {"torch": 1.0 if r["op"].startswith("softmax") else 1.5, "torch.compile": 1.0}
         for name, target in targets.items():
             if "us" in r["results"].get(name, {}):
-                speed = _times_as_fast(r, name)
+                speed = times_as_fast(r, name)
                 yield Check(f"speed over {name}'s, CPU", r["op"], point_of(r), speed, at_least=target)
 
 
 _CHECKS: tuple[Callable, ...] = (
     _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _with_options, _linear, _sharded,
-    _training, _whole_models, _host, _first_calls, _algorithms, _cpu,
+    _training, _whole_models, _host, _first_calls, _algorithms, _beside_xla, _cpu,
 )  # fmt: skip
 
 
@@ -428,7 +433,7 @@ def _few(records) -> list[Table]:
 _TABLES: tuple[Callable, ...] = (
     models_tables, norms_tables, glu_tables, rotary_tables, _throughput, _few, invariant_tables, step_tables,
     options_tables, linear_tables, sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables,
-    train_tables, summary,
+    train_tables, jax_tables, summary,
 )  # fmt: skip
 
 

@@ -99,6 +99,7 @@ class Point:
     name: dict
     providers: tuple[str, ...]  # those that were asked for and have what is measured
     measure: Callable[[], dict]
+    versions: dict[str, str] | None = None  # to record, in place of the providers'
 
 
 def _point(name: dict, providers, measure: Callable[..., dict], *arguments) -> Iterator[Point]:

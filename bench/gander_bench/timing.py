@@ -35,7 +35,7 @@ class Timing(NamedTuple):
         return cls(*(round(figure, 4) for figure in figures), len(ordered))
 
 
-def _turns(names: list[str]) -> Iterator[list[str]]:
+def turns(names: list[str]) -> Iterator[list[str]]:
     """Everyone's turn, each time with another one first."""
     while True:
         yield names
@@ -93,7 +93,7 @@ class GPUTimer:
         samples = {name: [] for name in calls}
         began = time.perf_counter()
         with _no_garbage_collection():
-            for rounds, turn in enumerate(_turns(list(calls))):
+            for rounds, turn in enumerate(turns(list(calls))):
                 if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
                     break
                 events = {name: self._start(calls[name]) for name in turn}
@@ -158,7 +158,7 @@ def cpu_blocks(
     """Blocks of calls, in turns, so that what else the machine does meets everyone. With keep, a block keeps
     all results, so that none lies in memory of another; from 128 KiB on the system maps it anew."""
     samples = {name: [] for name in calls}
-    for _, turn in zip(range(rounds), _turns(list(calls)), strict=False):
+    for _, turn in zip(range(rounds), turns(list(calls)), strict=False):
         for name in turn:
             samples[name] += _cpu_block(calls[name], seconds / rounds, least, most, keep)
     return {name: Timing.of(values) for name, values in samples.items()}
@@ -180,7 +180,7 @@ def host_cost(
                 call()
             settle()
         began = time.perf_counter()
-        for rounds, turn in enumerate(_turns(list(calls))):
+        for rounds, turn in enumerate(turns(list(calls))):
             if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
                 break
             for name in turn:
