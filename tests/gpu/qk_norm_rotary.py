@@ -66,9 +66,9 @@ def check(size, dtype, layout, interleaved, device="cuda"):
     exact = results_of(of_torch(tables, interleaved), *wide)
     for what, *results in zip(RESULTS, got, theirs, exact, strict=True):
         # Gradients are differences, which may be much smaller than what is subtracted. Those of weights are
-        # float32 sums of all heads.
+        # float32 sums of all heads, and parts of a small one may be as large as the others.
         extra = 2.0**-20 if what[0] == "d" else 0.0
-        extra += results[-1].abs() * 2.0**-24 if "weight" in what else 0.0
+        extra += results[-1].abs().max() * 2.0**-24 if "weight" in what else 0.0
         assert_accurate(*results, what, extra=extra)
     # The weights' gradients are sums over CTAs, whose order does not depend on when these run.
     assert all(map(same_bits, got, results_of(ours, *given(layout))))

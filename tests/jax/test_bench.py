@@ -35,8 +35,9 @@ def test_the_command_from_end_to_end(command):
     run(*chosen, "--resume")
     found = lines("a")
     assert {r["op"] for r in found} == set(jax_programs.PROGRAMS) and len(found) == 7
+    on = "cpu" if jax.default_backend() == "cpu" else "cuda"
     for record in found:
-        assert (record["section"], record["on"], record["m"], record["n"]) == ("jax", "cpu", 64, 128)
+        assert (record["section"], record["on"], record["m"], record["n"]) == ("jax", on, 64, 128)
         assert record["versions"].keys() == {"gander", "jax", "jaxlib"} and record["environment"]["commit"]
         assert all(figures["us"] > 0 < figures["first s"] for figures in record["results"].values())
         assert record["results"]["gander"]["off"] < 2e-2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,17 +65,21 @@ class _Task(NamedTuple):
 class Head(Mixin):
     """The mixin of a head: a loss in place of logits, where the model has left a task."""
 
+    _gander_task: _Task | None = None
+    _gander_loss: Tensor | None = None  # for the model, which may change what the head returns
+    _gander_map: ClassVar[dict[str, Any]] = {}
+
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
-        task: _Task | None = vars(self).pop("_gander_task", None)
+        task, self._gander_task = self._gander_task, None
         if task is None or x.shape[:-1] != task.labels.shape:
             return cast(Tensor, cast(Any, super()).forward(x))
         target = _shifted(task.labels, task.shift_labels, task.ignore_index).view(-1).to(x.device)
         options = _reduction(task.num_items_in_batch, x.device)
-        options |= vars(self).get("_gander_map", {}) | {"ignore_index": task.ignore_index}
+        options |= self._gander_map | {"ignore_index": task.ignore_index}
         rows = x.reshape(-1, x.shape[-1])
         loss = gander.linear_cross_entropy(rows, linear.weight, target, linear.bias, **options)
-        vars(self)["_gander_loss"] = loss
+        self._gander_loss = loss
         return loss  # FSDP2 puts a hook on it
 
 
@@ -97,12 +101,11 @@ class Model(Mixin):
                 given.get("ignore_index", -100),
                 given.get("shift_labels"),
             )
-            vars(head)["_gander_task"] = _Task(given["labels"], *options)
+            head._gander_task = _Task(given["labels"], *options)
             try:
                 output = original.forward(self, *args, **kwargs)
             finally:
-                vars(head).pop("_gander_task", None)
-                loss = vars(head).pop("_gander_loss", None)
+                loss, head._gander_task, head._gander_loss = head._gander_loss, None, None
             if loss is None:  # the head was not called with the labels' rows
                 return output
             kept = {name: value for name, value in output.items() if name != "logits"}
@@ -152,7 +155,8 @@ def replace(model: Any, loss: str) -> tuple[str, str | None]:
 
 def restore(model: Any) -> None:
     for module in model.children():
-        vars(module).pop("_gander_map", None)
+        for name in "_gander_map", "_gander_task", "_gander_loss":
+            vars(module).pop(name, None)
     if vars(model).get("_loss_function") in (causal_lm_loss, linear_lm_loss):
         del model._loss_function
 

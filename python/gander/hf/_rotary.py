@@ -218,6 +218,8 @@ def _rebound(function: types.FunctionType, names: dict[str, Any]) -> types.Funct
     # A decorator's own globals stay, and so do those of a function that has none of the names.
     used = {name: value for name, value in names.items() if name in function.__code__.co_names}
     scope = {**function.__globals__, **used} if used else function.__globals__
+    if used:  # Dynamo of torch before 2.14 looks globals up in the module that is named in them
+        del scope["__name__"]
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     vars(copy).update(vars(function))

@@ -216,7 +216,7 @@ def l2norm(x: jax.Array, *, eps: float = 1e-6, batch_invariant: bool = False) ->
         TypeError, ValueError, NotImplementedError: As rmsnorm.
 
     Examples:
-        >>> gander.jax.l2norm(jnp.array([[3.0, 4.0]]))
+        >>> gander.jax.l2norm(jnp.array([[3.0, 4.0]])).round(3)
         Array([[0.6, 0.8]], dtype=float32)
     """
     (x,) = as_arrays(x=x)
