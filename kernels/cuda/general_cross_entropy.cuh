@@ -17,25 +17,50 @@ template <class T>
 struct MappedLogit {
   float value, derivative;
   __device__ __forceinline__ MappedLogit(const GeneralCrossEntropyArgs& a, float x) {
-    value = __fmul_rn(a.outer, x), derivative = a.outer;
-    if (a.inner == 0.f) return;
-    const float t = tanh(__fmul_rn(a.inner, x));
-    value = __fmul_rn(a.outer, t), derivative = a.outer * a.inner * ((1.f - t) * (1.f + t));
+    *this = a.inner == 0.f ? plain(a, x) : capped(a, x);
   }
-  // Of 16 bits by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a small result.
-  __device__ __forceinline__ static float tanh(float u) {
-    if constexpr (sizeof(T) == 4) return tanhf(u);
-    else return fmaf(-2.f, __fdividef(1.f, 1.f + exp_difference<T>(2.f * u, 0.f)), 1.f);
+  __device__ __forceinline__ static MappedLogit plain(const GeneralCrossEntropyArgs& a, float x) {
+    return MappedLogit(__fmul_rn(a.outer, x), a.outer);
   }
+  __device__ __forceinline__ static MappedLogit capped(const GeneralCrossEntropyArgs& a, float x) {
+    if constexpr (sizeof(T) == 4) {
+      const float t = tanhf(__fmul_rn(a.inner, x));
+      return MappedLogit(__fmul_rn(a.outer, t), a.outer * a.inner * ((1.f - t) * (1.f + t)));
+    } else {
+      // tanh(u) = 1 - 2 r, by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a small
+      // result.
+      constexpr float kTwiceLog2E = 2.885390081777926814f;
+      float e, r;  // exp(2 u), 1 / (1 + exp(2 u))
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(a.inner * kTwiceLog2E, x)));
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
+      return MappedLogit(fmaf(-2.f * a.outer, r, a.outer), 4.f * a.outer * a.inner * fmaf(-r, r, r));
+    }
+  }
+
+private:
+  __device__ __forceinline__ MappedLogit(float value, float derivative)
+      : value(value), derivative(derivative) {}
 };
+
+// Maps a vector, and calls take(j, mapped) for each element. One branch serves all of them.
+template <class T, int E, class Take>
+__device__ __forceinline__ void map_each(const GeneralCrossEntropyArgs& a, const float (&x)[E],
+                                         const Take& take) {
+  if (a.inner == 0.f) {
+#pragma unroll
+    for (int j = 0; j < E; j++) take(j, MappedLogit<T>::plain(a, x[j]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < E; j++) take(j, MappedLogit<T>::capped(a, x[j]));
+  }
+}
 
 // Maps a vector. A cap would make what is out of bounds finite: it stays -inf.
 template <class T, int E, class View>
 __device__ __forceinline__ void map_logits(const GeneralCrossEntropyArgs& a, const View& p, int e,
                                            const float (&x)[E], float (&z)[E]) {
-#pragma unroll
-  for (int j = 0; j < E; j++) z[j] = MappedLogit<T>(a, x[j]).value;
-  if (a.inner == 0.f) return;
+  map_each<T>(a, x, [&](int j, MappedLogit<T> mapped) { z[j] = mapped.value; });
+  if (a.inner == 0.f || (e >= p.bounds.lo && e + E <= p.bounds.hi)) return;
 #pragma unroll
   for (int j = 0; j < E; j++) z[j] = e + j >= p.bounds.lo && e + j < p.bounds.hi ? z[j] : -kInfinity;
 }
@@ -142,20 +167,18 @@ struct GeneralGradient {
     const bool nothing = scale == 0.f && others == 0.f;
     float w[E] = {};
     if (a.label_smoothing != 0.f) load_class_weights<Unaligned>(a, p, e, w);
-#pragma unroll
-    for (int j = 0; j < E; j++) {
-      const MappedLogit<T> z(a, x[j]);
+    map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
       const float v = fmaf(-others, w[j], __fmul_rn(exp_difference<T>(z.value, max), scale));
       dx[j] = nothing ? 0.f : v * z.derivative;
-    }
+    });
     const unsigned j = position_in_view(target, p.origin) - e;
     if (j >= E || own == 0.f) return;
     float logit = 0.f;
 #pragma unroll
     for (unsigned k = 0; k < E; k++) logit = j == k ? x[k] : logit;
-    const MappedLogit<T> z(a, logit);
-    const float v = __fmul_rn(exp_difference<T>(z.value, max), scale);
-    const float replacement = (v == scale && scale != 0.f ? of_max : v - own) * z.derivative;
+    const MappedLogit<T> own_z(a, logit);
+    const float v = __fmul_rn(exp_difference<T>(own_z.value, max), scale);
+    const float replacement = (v == scale && scale != 0.f ? of_max : v - own) * own_z.derivative;
 #pragma unroll
     for (unsigned k = 0; k < E; k++) dx[k] = j == k ? replacement : dx[k];
   }

@@ -59,15 +59,24 @@ __device__ __forceinline__ float rstd_of(const QKNormRotaryArgs& args, const Ele
   return __frsqrt_rn(fmaf(sum_of_lanes(sum, args.lanes), args.inv_n, args.eps));
 }
 
+// Rounds an item's elements to T. One branch for all of them, which threads take alike.
+template <class T, int E>
+__device__ __forceinline__ void round_if(bool round, float (&a)[E], float (&b)[E]) {
+  if (!round) return;
+#pragma unroll
+  for (int i = 0; i < E; i++) a[i] = rounded<T>(a[i]), b[i] = rounded<T>(b[i]);
+}
+
 template <class T, int V, bool Unaligned>
 __device__ __forceinline__ void qk_norm_rotate_body(const QKNormRotaryArgs& args) {
   constexpr int E = Unaligned ? 1 : kElements<T>, P = kItems<T, Unaligned>;
   const int lane = threadIdx.x & (args.lanes - 1);
   const int64_t group = (static_cast<int64_t>(blockIdx.x) * kChunkThreads + threadIdx.x) / args.lanes;
+  const PartOfToken first(args, group * V, args.heads);
+  PartOfToken at = first;
   Elements<T, E> a[V][P], b[V][P];
 #pragma unroll
   for (int v = 0; v < V; v++) {
-    const PartOfToken at(args, group * V + v, args.heads);
     const int of_k = at.part - args.q_heads;
     const T* x = of_k < 0 ? static_cast<const T*>(args.q) + at.at(args.q_strides, at.part)
                           : static_cast<const T*>(args.k) + at.at(args.k_strides, of_k);
@@ -77,34 +86,56 @@ __device__ __forceinline__ void qk_norm_rotate_body(const QKNormRotaryArgs& args
       a[v][p].load_if(at.there && item.there, x + item.first);
       b[v][p].load_if(at.there && item.has_second, x + item.second);
     }
+    at.advance(args, args.heads);
   }
+  // Most heads have the token of the one before, and the same weight.
+  Rotation<E> rotation[P];
+  Place place{0, -1};
+  float w[P][E], u[P][E];
+  int64_t token = -1;
+  bool with_k = false;
+  at = first;
 #pragma unroll
   for (int v = 0; v < V; v++) {
-    const PartOfToken at(args, group * V + v, args.heads);
     const float rstd = rstd_of(args, a[v], b[v]);
     if (!at.there) continue;
     const int of_k = at.part - args.q_heads;
-    const Place place = place_of(args, at.token);
+    const bool new_weight = v == 0 || with_k != (of_k >= 0), new_token = at.token != token;
+    with_k = of_k >= 0, token = at.token;
+    if (new_token) place = place_of(args, at);
     T* y = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.part)
                     : static_cast<T*>(args.k_out) + at.at(args.k_out_strides, of_k);
 #pragma unroll
     for (int p = 0; p < P; p++) {
       const Item<E> item(args, lane + p * args.lanes);
-      float m[E], n[E], w[E], u[E];
+      const bool turns = item.rotates && place.position >= 0;
+      if (turns && new_token)
+        rotation[p] = rotation_at<E>(args, place, item.pair, item.first, item.second);
+      if (new_weight) load_weights(args, with_k, item, w[p], u[p]);
+      float m[E], n[E];
       a[v][p].get(m), b[v][p].get(n);
-      load_weights(args, of_k >= 0, item, w, u);
 #pragma unroll
-      for (int i = 0; i < E; i++) {
-        m[i] *= rstd, n[i] *= rstd;
-        if (args.round_normalized) m[i] = rounded<T>(m[i]), n[i] = rounded<T>(n[i]);
-        m[i] *= w[i], n[i] *= u[i];
-        if (args.round) m[i] = rounded<T>(m[i]), n[i] = rounded<T>(n[i]);
-      }
-      turn<T>(args, place, item, m, n);
+      for (int i = 0; i < E; i++) m[i] *= rstd, n[i] *= rstd;
+      round_if<T>(args.round_normalized, m, n);
+#pragma unroll
+      for (int i = 0; i < E; i++) m[i] *= w[p][i], n[i] *= u[p][i];
+      round_if<T>(args.round, m, n);
+      if (turns) turn<T>(args, rotation[p], m, n);
       a[v][p].set(m), b[v][p].set(n);
       if (item.there) a[v][p].store(y + item.first);
       if (item.has_second) b[v][p].store(y + item.second);
     }
+    at.advance(args, args.heads);
+  }
+}
+
+template <int E>
+__device__ __forceinline__ void add_products(const float (&a)[E], const float (&b)[E], const float (&c)[E],
+                                             const float (&d)[E], float (&sums)[2][E]) {
+#pragma unroll
+  for (int i = 0; i < E; i++) {
+    sums[0][i] = fmaf(a[i], b[i], sums[0][i]);
+    sums[1][i] = fmaf(c[i], d[i], sums[1][i]);
   }
 }
 
@@ -135,7 +166,7 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
       d[p].load_if(at.there && item.has_second, dy + item.second);
     }
     const float rstd = rstd_of(args, a, b);
-    const Place place = at.there ? place_of(args, at.token) : Place{0, -1};
+    const Place place = at.there ? place_of(args, at) : Place{0, -1};
     float product = 0, g[P][2][E];
 #pragma unroll
     for (int p = 0; p < P; p++) {
@@ -144,19 +175,18 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
       a[p].get(m), b[p].get(n), c[p].get(dm), d[p].get(dn);
       turn<T>(args, place, item, dm, dn);
       load_weights(args, of_k >= 0, item, w, u);
+      round_if<T>(args.round, dm, dn);
+      float h[E], k[E];
 #pragma unroll
       for (int i = 0; i < E; i++) {
-        if (args.round) dm[i] = rounded<T>(dm[i]), dn[i] = rounded<T>(dn[i]);
-        const float h = m[i] * rstd, k = n[i] * rstd;
+        h[i] = m[i] * rstd, k[i] = n[i] * rstd;
         g[p][0][i] = dm[i] * w[i], g[p][1][i] = dn[i] * u[i];
-        product = fmaf(g[p][0][i], h, fmaf(g[p][1][i], k, product));
-        const float s = dm[i] * (args.round_normalized ? rounded<T>(h) : h);
-        const float t = dn[i] * (args.round_normalized ? rounded<T>(k) : k);
-        sums[0][p][0][i] += of_k < 0 && at.there ? s : 0.f;
-        sums[0][p][1][i] += of_k < 0 && at.there ? t : 0.f;
-        sums[1][p][0][i] += of_k < 0 || !at.there ? 0.f : s;
-        sums[1][p][1][i] += of_k < 0 || !at.there ? 0.f : t;
+        product = fmaf(g[p][0][i], h[i], fmaf(g[p][1][i], k[i], product));
       }
+      round_if<T>(args.round_normalized, h, k);
+      if (!at.there) continue;
+      if (of_k < 0) add_products(dm, h, dn, k, sums[0][p]);
+      else add_products(dm, h, dn, k, sums[1][p]);
     }
     const float mean = sum_of_lanes(product, lanes) * args.inv_n;
     T* dx = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.part)

@@ -26,39 +26,65 @@ __device__ __forceinline__ void load_numbers(const void* p, int32_t type, int64_
 // The elements of two vectors a and b, in pairs: those with the same index, or adjacent ones, which then are
 // side by side in the two vectors together.
 template <int E>
-__device__ __forceinline__ void as_pairs(bool adjacent, float (&a)[E], float (&b)[E]) {
-  if (E == 1 || !adjacent) return;
-  float both[2 * E];
+__device__ __forceinline__ void adjacent_as_pairs(float (&a)[E], float (&b)[E]) {
+  if constexpr (E > 1) {
+    float both[2 * E];
 #pragma unroll
-  for (int i = 0; i < E; i++) both[i] = a[i], both[E + i] = b[i];
+    for (int i = 0; i < E; i++) both[i] = a[i], both[E + i] = b[i];
 #pragma unroll
-  for (int i = 0; i < E; i++) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+    for (int i = 0; i < E; i++) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+  }
 }
 
 template <int E>
-__device__ __forceinline__ void from_pairs(bool adjacent, float (&a)[E], float (&b)[E]) {
-  if (E == 1 || !adjacent) return;
-  float both[2 * E];
+__device__ __forceinline__ void adjacent_from_pairs(float (&a)[E], float (&b)[E]) {
+  if constexpr (E > 1) {
+    float both[2 * E];
 #pragma unroll
-  for (int i = 0; i < E; i++) both[2 * i] = a[i], both[2 * i + 1] = b[i];
+    for (int i = 0; i < E; i++) both[2 * i] = a[i], both[2 * i + 1] = b[i];
 #pragma unroll
-  for (int i = 0; i < E; i++) a[i] = both[i], b[i] = both[E + i];
+    for (int i = 0; i < E; i++) a[i] = both[i], b[i] = both[E + i];
+  }
 }
 
 __device__ __forceinline__ int64_t index_at(const void* p, int32_t type, int64_t i) {
   return type == kInt32 ? static_cast<const int32_t*>(p)[i] : static_cast<const int64_t*>(p)[i];
 }
 
+// A token, and one of as many parts as each token has. Threads that have none take part in exchanges all the
+// same.
+struct PartOfToken {
+  int64_t token, sequence, in_sequence;
+  int part;
+  bool there;
+  __device__ __forceinline__ PartOfToken(const RotaryArgs& args, int64_t index, unsigned per_token) {
+    if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
+    else token = static_cast<unsigned>(index) / per_token;
+    there = token < args.total;
+    if (!there) token = 0;
+    part = static_cast<int>(index - token * per_token);
+    sequence = token / args.tokens;
+    in_sequence = token - sequence * args.tokens;
+  }
+  // The next part, of the next token behind the last part of one.
+  __device__ __forceinline__ void advance(const RotaryArgs& args, int per_token) {
+    if (++part < per_token) return;
+    part = 0, there = there && ++token < args.total;
+    if (++in_sequence == args.tokens) in_sequence = 0, sequence++;
+  }
+  __device__ __forceinline__ int64_t at(const HeadStrides& s, int head) const {
+    return sequence * s.sequence + in_sequence * s.token + head * s.head;
+  }
+};
+
 // A token's sequence, and its position in it: -1 if it is in none.
 struct Place {
   int64_t sequence, position;
 };
 
-__device__ __forceinline__ Place place_of(const RotaryArgs& args, int64_t token) {
-  if (args.cu_seqlens == nullptr) {
-    const int64_t sequence = token / args.tokens;
-    return {sequence, token - sequence * args.tokens};
-  }
+__device__ __forceinline__ Place place_of(const RotaryArgs& args, const PartOfToken& at) {
+  if (args.cu_seqlens == nullptr) return {at.sequence, at.in_sequence};
+  const int64_t token = at.token;
   // The last sequence that begins at the token or before it. Empty ones begin where the next one does.
   int64_t low = 0, high = args.sequences;  // the first is at low or after it, the last before high
   while (low < high) {
@@ -98,8 +124,7 @@ __device__ __forceinline__ Rotation<E> rotation_at(const RotaryArgs& args, Place
     load_numbers(args.cos, args.cos_type, cos + second, r.c2);
     load_numbers(args.sin, args.cos_type, sin + first, r.s1);
     load_numbers(args.sin, args.cos_type, sin + second, r.s2);
-    as_pairs(args.interleaved, r.c1, r.c2);
-    as_pairs(args.interleaved, r.s1, r.s2);
+    if (args.interleaved) adjacent_as_pairs(r.c1, r.c2), adjacent_as_pairs(r.s1, r.s2);
   } else {
     load_numbers(args.cos, args.cos_type, cos + pair, r.c1);
     load_numbers(args.sin, args.cos_type, sin + pair, r.s1);
@@ -113,13 +138,6 @@ __device__ __forceinline__ Rotation<E> rotation_at(const RotaryArgs& args, Place
     r.s2[i] = args.backward ? -s1 : s2;
   }
   return r;
-}
-
-// a c + b s. With `round` both products are rounded first, as operators of their own would do.
-template <class T>
-__device__ __forceinline__ float sum_of_products(float a, float c, float b, float s, bool round) {
-  if (!round) return fmaf(a, c, b * s);
-  return __fadd_rn(rounded<T>(__fmul_rn(a, c)), rounded<T>(__fmul_rn(b, s)));
 }
 
 // E elements: a 16-byte vector, or one.
@@ -161,38 +179,36 @@ struct Item {
   }
 };
 
-// A token, and one of as many parts as each token has. Threads that have none take part in exchanges all the
-// same.
-struct PartOfToken {
-  int64_t token, sequence, in_sequence;
-  int part;
-  bool there;
-  __device__ __forceinline__ PartOfToken(const RotaryArgs& args, int64_t index, unsigned per_token) {
-    if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
-    else token = static_cast<unsigned>(index) / per_token;
-    there = token < args.total;
-    if (!there) token = 0;
-    part = static_cast<int>(index - token * per_token);
-    sequence = token / args.tokens;
-    in_sequence = token - sequence * args.tokens;
+// (a c1 + b s1, b c2 + a s2). With `round` all products are rounded first, as operators of their own would do.
+template <class T, int E>
+__device__ __forceinline__ void turn_pairs(bool round, const Rotation<E>& r, float (&a)[E], float (&b)[E]) {
+  const auto product = [](float x, float y) { return rounded<T>(__fmul_rn(x, y)); };
+  if (round) {  // once for all pairs, not for each
+#pragma unroll
+    for (int i = 0; i < E; i++) {
+      const float u = __fadd_rn(product(a[i], r.c1[i]), product(b[i], r.s1[i]));
+      b[i] = __fadd_rn(product(b[i], r.c2[i]), product(a[i], r.s2[i])), a[i] = u;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i++) {
+      const float u = fmaf(a[i], r.c1[i], b[i] * r.s1[i]);
+      b[i] = fmaf(b[i], r.c2[i], a[i] * r.s2[i]), a[i] = u;
+    }
   }
-  __device__ __forceinline__ int64_t at(const HeadStrides& s, int head) const {
-    return sequence * s.sequence + in_sequence * s.token + head * s.head;
-  }
-};
+}
 
 // Rotates pairs of a head's elements.
 template <class T, int E>
 __device__ __forceinline__ void turn(const RotaryArgs& args, const Rotation<E>& r, float (&a)[E],
                                      float (&b)[E]) {
-  as_pairs(args.interleaved, a, b);
-#pragma unroll
-  for (int i = 0; i < E; i++) {
-    const float u = sum_of_products<T>(a[i], r.c1[i], b[i], r.s1[i], args.round);
-    b[i] = sum_of_products<T>(b[i], r.c2[i], a[i], r.s2[i], args.round);
-    a[i] = u;
+  if (args.interleaved) {
+    adjacent_as_pairs(a, b);
+    turn_pairs<T>(args.round, r, a, b);
+    adjacent_from_pairs(a, b);
+  } else {
+    turn_pairs<T>(args.round, r, a, b);
   }
-  from_pairs(args.interleaved, a, b);
 }
 
 template <class T, int V, bool Unaligned>
@@ -213,7 +229,7 @@ __device__ __forceinline__ void rotary_body(const RotaryArgs& args) {
     a[i].load_if(head < args.heads, p + item.first);
     b[i].load_if(head < args.heads && item.has_second, p + item.second);
   }
-  const Place place = item.rotates ? place_of(args, at.token) : Place{0, -1};
+  const Place place = item.rotates ? place_of(args, at) : Place{0, -1};
   const bool turns = place.position >= 0;
   Rotation<E> r;
   if (turns) r = rotation_at<E>(args, place, item.pair, item.first, item.second);
