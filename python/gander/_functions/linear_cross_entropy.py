@@ -48,6 +48,11 @@ def linear_cross_entropy(
     Differentiable in x, weight and bias. Ignored rows take part in the matrix products. Inside torch.func's
     transforms all logits are held.
 
+    weight may be a DTensor whose classes are sharded over a mesh of one dimension, with x replicated and bias
+    sharded alike: a column-parallel head. All ranks return the same loss, a DTensor. For each chunk they
+    gather 12 bytes per row. The gradient of x is a partial sum. See gander.distributed for what ranks have to
+    agree on.
+
     Args:
         x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast x, weight and
             bias are cast, as in torch.nn.functional.linear.
@@ -82,7 +87,8 @@ def linear_cross_entropy(
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: A target, under set_debug(True).
-        NotImplementedError: A nested or sparse tensor.
+        NotImplementedError: A nested or sparse tensor, other placements of DTensors, or an option that a
+            sharded weight does not have.
         RuntimeError: The device, the driver, or memory.
 
     Examples:

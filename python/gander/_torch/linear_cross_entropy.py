@@ -15,67 +15,22 @@ from torch.jit import is_tracing
 
 from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import operators_gen
-from .autograd import apply_with, once_differentiable
+from .autograd import apply_with
 from .cross_entropy import is_first_backward, loss_values
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
+from .linear_chunks import Products, is_same, new_gradient, once, rescale, to_make, weights_of_rows
 from .refusals import refuse_tangents
-from .registry import overloads
 from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, statistic, unusable
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
-# Gradients are rescaled as so many rows, which the threads of a CPU share.
-_RESCALED_ROWS = 2048
 # Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
 # could not be scaled to the one that comes.
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**64
 
 
 # ---- The operator ----
-
-
-def _denominator(target, weight, classes, ignore_index, dtype):
-    """The sum of the weights of the rows that are not ignored. NaN if a target is not a class."""
-    inside = (target >= 0) & (target < classes)
-    each = torch.where(inside, 1.0, float("nan")).to(dtype)
-    if weight is not None:
-        each *= weight[target.clamp(0, classes - 1).long()]
-    # An int32 could be equal to the low bits alone.
-    return each.masked_fill_(target.long() == ignore_index, 0).sum()
-
-
-class _Sum:
-    """The sum over chunks of products a.T @ b, or of the rows of a."""
-
-    def __init__(self, like, wide):
-        self.like, self.sum = like, None
-        self.dtype = statistic(like.dtype) if wide else like.dtype
-
-    def add_product(self, a, b):
-        a, wider = a.t(), {} if a.dtype == self.dtype else {"out_dtype": self.dtype}
-        if wider and not a.is_cuda:  # torch's products with a wider result are for GPUs
-            self.sum = self._zeros().addmm_(a.to(self.dtype), b.to(self.dtype))
-        elif self.sum is None:
-            self.sum = torch.mm(a, b, **wider)
-        else:
-            torch.addmm(self.sum, a, b, **wider, out=self.sum)
-
-    def add_rows(self, a):
-        self.sum = self._zeros().add_(a.sum(0, dtype=self.dtype))
-
-    def _zeros(self):
-        if self.sum is None:
-            self.sum = torch.zeros_like(self.like, dtype=self.dtype, memory_format=torch.contiguous_format)
-        return self.sum
-
-    def result(self):
-        return self._zeros().to(self.like.dtype)
-
-
-def _new(like, need):
-    """A gradient without values. One that is not needed has no elements."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
 def _compute(
@@ -88,23 +43,13 @@ def _compute(
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
         options = dict(zip(LOSS_OPTIONS, more, strict=False))
-        rows, needs = x.shape[0], more[len(LOSS_OPTIONS) :]
-        needs_dx, needs_dw, needs_db = needs
+        needs = more[len(LOSS_OPTIONS) :]
         if reduction == MEAN:
-            divisor = _denominator(target, weight_ce, weight.shape[0], ignore_index, statistic(x.dtype))
-        dx = _new(x, needs_dx)
-        # In a single chunk nothing is accumulated.
-        dw, db = _Sum(weight, wide and chunk < rows), None if bias is None else _Sum(bias, True)
-        buffer = x.new_empty(min(chunk, rows), weight.shape[0])
+            divisor = weights_of_rows(target, weight_ce, weight.shape[0], ignore_index, x.dtype).sum()
+        products = Products(x, weight, bias, needs, chunk, wide)
         losses = [x.new_empty(0, dtype=statistic(x.dtype))]
-        for first in range(0, rows, chunk):
-            part = slice(first, min(first + chunk, rows))
-            logits, labels = buffer[: part.stop - part.start], target[part]
-            if bias is None:
-                torch.mm(x[part], weight.t(), out=logits)
-            else:
-                torch.addmm(bias, x[part], weight.t(), out=logits)
-            given = {"target": labels, "weight": weight_ce, "ignore_index": ignore_index, **options}
+        for part, logits in products.chunks():
+            given = {"target": target[part], "weight": weight_ce, "ignore_index": ignore_index, **options}
             if not any(needs):
                 loss, _ = operators_gen.cross_entropy(logits, **given, divisor=divisor, reduction=NONE)
             elif reduction == NONE:
@@ -116,42 +61,22 @@ def _compute(
                     logits, **given, divisor=divisor, upstream=upstream
                 )
             losses.append(loss)
-            if needs_dx:
-                torch.mm(logits, weight, out=dx[part])
-            if needs_dw:
-                dw.add_product(logits, x[part])
-            if needs_db:
-                db.add_rows(logits)
+            products.add(part, logits)
         loss = torch.cat(losses)
         if reduction != NONE:
             loss = loss.sum()
-            if not rows and divisor is not None:
+            if not x.shape[0] and divisor is not None:
                 loss /= divisor
-        return (
-            loss,
-            dx,
-            dw.result() if needs_dw else x.new_empty(0),
-            db.result() if needs_db else x.new_empty(0),
-        )
+        return loss, *products.gradients()
 
 
 def _fake(x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more):
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
     bias = x if bias is None else bias
-    return loss, *map(_new, (x, weight, bias), more[len(LOSS_OPTIONS) :])
+    return loss, *map(new_gradient, (x, weight, bias), more[len(LOSS_OPTIONS) :])
 
 
 # ---- Its gradient ----
-
-
-def _to_make(x, upstream, reduction, needs, compiling=False):
-    """Which of dx, dw and db forward makes: those that are needed, or none.
-
-    Gradients of float16 would underflow without the factor of a GradScaler. A graph cannot choose to make
-    them again.
-    """
-    later = reduction == NONE or (x.dtype == torch.float16 and (upstream is None or compiling))
-    return [bool(need) and not later for need in needs]
 
 
 _TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
@@ -183,16 +108,7 @@ def _gradients_in_graph(ctx, saved, dloss, has_made=True):
             ]
         else:
             _, *gradients = _run(*inputs, dloss, *ctx.options, *needs)
-    return _only(gradients, needs, inputs, dloss)
-
-
-def _only(gradients, needs, inputs, dloss):
-    """The needed ones of these gradients, which refuse second derivatives."""
-    sources = [tensor for at in _DIFFERENTIABLE if (tensor := inputs[at]) is not None]
-    return [
-        once_differentiable(gradient, *sources, dloss) if need else None
-        for gradient, need in zip(gradients, needs, strict=True)
-    ]
+    return once(gradients, needs, [inputs[at] for at in _DIFFERENTIABLE], dloss)
 
 
 _run = define(
@@ -208,15 +124,6 @@ _run = define(
 )
 
 
-def _rescale(gradients, dloss, upstream):
-    """Multiplies gradients that were made for another upstream gradient. Reads nothing if it was this one."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # a later backward pass does not read them
-        for gradient in gradients:
-            if gradient.numel():
-                rows = gradient.view(math.gcd(gradient.numel(), _RESCALED_ROWS), -1)
-                overloads["rescale_"](rows, dloss, upstream)
-
-
 def _expected(upstream, x):
     """The upstream gradient to make gradients for: the expected one, or 1 if they could not be scaled."""
     tensor = scalar("upstream", upstream, x)
@@ -228,15 +135,8 @@ def _expected(upstream, x):
     return torch.where((size >= _SMALLEST) & (size <= _LARGEST), tensor, 1.0)
 
 
-def _is(dloss, expected):
-    """Whether two numbers are the same. Waits for the device, but not while a graph is captured."""
-    if dloss.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return bool(dloss == expected)
-
-
 def _forward(ctx, *inputs):
-    made = _to_make(inputs[0], inputs[_TENSORS - 1], inputs[_TENSORS + 1], _needs(ctx))
+    made = to_make(inputs[0], inputs[_TENSORS - 1], inputs[_TENSORS + 1], _needs(ctx))
     results = _run(*inputs, *made)
     _keep(ctx, (*inputs, *made), results)
     ctx.returned = False
@@ -258,15 +158,15 @@ def _eager_gradients(ctx, dloss):
         )
     keep = any(ctx.made) and is_first_backward(ctx)
     if keep and x.dtype == torch.float16:
-        keep = ctx.returned = _is(dloss, 1.0 if upstream is None else upstream)
+        keep = ctx.returned = is_same(dloss, 1.0 if upstream is None else upstream)
     elif keep:
-        _rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
+        rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
     if not keep:
         with torch.no_grad():
             _, *made = _run(*inputs, dloss, *ctx.options, *needs)
     # autograd may add to what is returned. Through .data that does not increment the version of a saved
     # tensor, for which a later backward pass would be refused.
-    return _only([gradient.data for gradient in made], needs, inputs, dloss)
+    return once([gradient.data for gradient in made], needs, [inputs[at] for at in _DIFFERENTIABLE], dloss)
 
 
 _apply = apply_with(
@@ -284,9 +184,10 @@ def _check(x, weight, target, bias, weight_ce):
             continue
         if refusal := unusable(name, value):
             raise refusal
-        if is_dtensor(value):
+        if is_dtensor(value) and not is_dtensor(weight):
             raise TypeError(
-                f"{name} is a DTensor, expected a plain tensor; pass {name}.to_local() or gather it"
+                f"{name} is a DTensor, expected a plain tensor as weight is; pass {name}.to_local() or "
+                "gather it, or shard the classes of weight"
             )
         if value.device != x.device:
             raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
@@ -338,6 +239,12 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, weight_ce)
     if forward_ad._current_level >= 0:
         refuse_tangents((x, weight, bias))
+    slices = None
+    if is_dtensor(weight):  # of torch.distributed, which takes long to import
+        from . import sharded_linear_cross_entropy as sharded
+
+        slices, *parts = sharded.parts(x, weight, target, bias, weight_ce, divisor, upstream)
+        x, weight, target, bias, weight_ce, divisor, upstream = parts
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device)
@@ -357,6 +264,17 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = max(1, -(-rows.shape[0] // _PARTS))
     options = ignore_index, reduction, chunk, wide, *loss_values(more)
+    if slices is not None:
+        loss = sharded.loss(
+            slices,
+            (rows, weight, labels, bias, weight_ce, divisor, upstream),
+            ignore_index,
+            reduction,
+            chunk,
+            wide,
+            more,
+        )
+        return slices.whole(loss.view(target.shape) if reduction == NONE else loss)
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
@@ -368,6 +286,6 @@ def linear_cross_entropy(
         # torch.jit.trace compares its graph with one that is traced without gradients.
         makes = torch.is_grad_enabled() and not is_tracing()
         needs = [makes and tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)]
-        made = _to_make(rows, upstream, reduction, needs, compiling=True)
+        made = to_make(rows, upstream, reduction, needs, compiling=True)
         loss = _run(rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made)[0]
     return in_shape(loss, target.shape) if reduction == NONE and target.ndim != 1 else loss

@@ -46,7 +46,7 @@ def of_slices(
     more = loss_values(options)[1:]
     if has_no_values(x):
         return _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more)
-    plan = _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
+    plan = plan_of(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
     refuse_tangents((x,))
     _refuse_vmap({"x": x, "target": target, "weight": weight})
     refuse_outer_gradients("distributed.cross_entropy", x)
@@ -67,11 +67,16 @@ def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduct
     if weight is not None:
         if weight.shape != (classes,):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({classes},)")
-        # An x of another size is refused after the all-gather, or the other ranks would wait.
-        weight = weight[sum(sizes[:rank]) :][:n] if n == sizes[rank] else weight.new_empty(n)
+        weight = slice_of(weight, sizes, rank, n)
     _check(x, target, weight, divisor)
     loss = of_slices(x, target, weight, group, sizes, ignore_index, reduction, options)
     return loss if divisor is None else loss / divisor
+
+
+def slice_of(weight, sizes, rank, n):
+    """This rank's class weights. An x with another number of classes, n, is refused after the all-gather, or
+    the other ranks would wait."""
+    return weight[sum(sizes[:rank]) :][:n] if n == sizes[rank] else weight.new_empty(n)
 
 
 def chunks(classes, ranks):
@@ -126,7 +131,7 @@ _plans: dict[tuple, Plan] = {}  # of this rank's arguments alone: what is in it 
 _MOST_PLANS = 1 << 12
 
 
-def _plan(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan:
+def plan_of(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan:
     """Checks a rank's own arguments."""
     tensors = (x, target) if weight is None else (x, target, weight)
     key = *((t.shape, t.dtype, t.device) for t in tensors), rank, sizes, ignore_index, reduction, more
@@ -205,7 +210,7 @@ def _compare(x, target, group, plan):
 # ---- The loss and its gradient ----
 
 
-def _counted(target, plan):
+def counted(target, plan):
     """The targets, as the operators take them, and the same counted from this slice."""
     target = target.long().contiguous()
     return target, target - plan.first
@@ -241,6 +246,14 @@ def _part(x, target, local, weight, group, plan):
     return mine
 
 
+def gathered(x, target, local, weight, group, plan):
+    """What all ranks have sent."""
+    mine = _part(x, target, local, weight, group, plan)
+    every = mine.new_empty(len(plan.sizes) * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return every
+
+
 def _words(dtype):
     """How many numbers of this dtype have as many bits as the hash."""
     return 8 // dtype.itemsize
@@ -253,7 +266,7 @@ def _new_part(x, target, weight):
     return x.new_empty((numbers + words - 1) // words * words + words, dtype=dtype)
 
 
-def _combined(every, target, local, weight, plan):
+def combined(every, target, local, weight, plan):
     """The loss, and what backward reads: the targets counted from this slice, the log-sum-exps of whole rows,
     and the weights of the targets or None."""
     if plan.contradiction:
@@ -296,11 +309,9 @@ def _combined(every, target, local, weight, plan):
 
 
 def _forward(ctx, x, target, weight, group, plan, inplace_backward):
-    target, local = _counted(target, plan)
-    mine = _part(x, target, local, weight, group, plan)
-    every = mine.new_empty(len(plan.sizes) * mine.numel())
-    dist.all_gather_into_tensor(every, mine, group=group)
-    loss, local, lse, weights = _combined(every, target, local, weight, plan)
+    target, local = counted(target, plan)
+    every = gathered(x, target, local, weight, group, plan)
+    loss, local, lse, weights = combined(every, target, local, weight, plan)
     _keep(
         ctx,
         x,
@@ -350,12 +361,12 @@ def _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more):
 
 def _resolved(x, target, weight, sizes, ignore_index, reduction, group, *more):
     group = dist.distributed_c10d._resolve_process_group(group)
-    return group, _plan(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
+    return group, plan_of(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
 
 
 def _part_kernel(x, target, weight, *options):
     group, plan = _resolved(x, target, weight, *options)
-    return _part(x, *_counted(target, plan), weight, group, plan)
+    return _part(x, *counted(target, plan), weight, group, plan)
 
 
 def _part_fake(x, target, weight, *options):
@@ -370,7 +381,7 @@ def _refuse_batch(info, in_dims, *given):
 def _combined_kernel(x, every, target, weight, *options):
     """The loss, and what backward reads. Weights that there are not have no elements."""
     _, plan = _resolved(x, target, weight, *options)
-    loss, local, lse, weights = _combined(every, *_counted(target, plan), weight, plan)
+    loss, local, lse, weights = combined(every, *counted(target, plan), weight, plan)
     local = torch.where(local == plan.ignored, _IGNORED, local.clamp(-1, x.shape[-1]))
     return loss, local, lse, every.new_empty(0) if weights is None else weights
 

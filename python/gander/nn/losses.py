@@ -191,7 +191,7 @@ class LinearCrossEntropy(nn.Linear):
 
     A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes input, target, divisor
     and upstream, and returns the loss. So it can take the place of a model's head, share an embedding's
-    weight, and be sharded by FSDP.
+    weight, and be sharded by FSDP, or by classes: see gander.linear_cross_entropy.
 
     Args:
         in_features: The size of the last dimension of input.
