@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of, loss_options, overridden, refuse_loss_options
+from ._functions.arguments import code_of, loss_options, overridden
 from ._table import REDUCTIONS, Reduction
 from ._torch.dtensor import is_dtensor
 from ._torch.refusals import refuse_gradients
-from ._torch.sharded_cross_entropy import chunks, of_slices
+from ._torch.sharded_cross_entropy import of_slices
+from ._torch.slice_plan import chunks
 from ._torch.tensors import stands_for_tensor, unusable
 
 __all__ = ["cross_entropy"]
@@ -41,10 +42,10 @@ def cross_entropy(
     The slices lie in the order of the group's ranks. Targets count all classes. All ranks return the same
     loss.
 
-    A call does one all-gather, of 12 bytes per row and rank (16 with a weight, twice that for float64) and 8
-    bytes more, and makes no float32 copy of the logits. Nothing waits for the device, so that a CUDA graph
-    can capture the call. Backward does no communication: the gradient of the loss must be the same on all
-    ranks. torch.compile(fullgraph=True) takes the call into its graph.
+    A call does one all-gather, of 12 bytes per row and rank (16 with a weight or label smoothing, twice that
+    for float64) and 8 bytes more, and makes no float32 copy of the logits. Nothing waits for the device, so
+    that a CUDA graph can capture the call. Backward does no communication: the gradient of the loss must be
+    the same on all ranks. torch.compile(fullgraph=True) takes the call into its graph.
 
     Along with its numbers each rank sends a hash of its shape of rows, dtypes and options, and of the sizes
     of all slices as it takes them. Where hashes differ, the loss and the gradient of every
@@ -71,7 +72,7 @@ def cross_entropy(
         sizes: The n of each rank, for slices that differ in size. They may be 0.
         classes: How many there are in all slices, divided as torch.chunk divides them among the ranks: the
             first slices have ceil(classes / ranks), the next one has the rest, and those after it have none.
-        label_smoothing: 0.
+        label_smoothing: As in gander.cross_entropy. Not with weight.
         z_loss: As in gander.cross_entropy. Not with weight.
         scale: As in gander.cross_entropy.
         softcap: As in gander.cross_entropy.
@@ -99,8 +100,6 @@ def cross_entropy(
         return handed
     code = code_of("reduction", reduction, REDUCTIONS)
     options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
-    if "label_smoothing" in options:
-        refuse_loss_options(options, "of slices")
     given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
     for name, value in given.items():
         if is_dtensor(value):

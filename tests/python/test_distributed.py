@@ -113,6 +113,9 @@ def test_values(ranks, dtype):
 LOSS_OPTIONS = (
     {"z_loss": 0.01},
     {"softcap": 5.0},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0},
+    {"label_smoothing": 0.2, "z_loss": 0.1, "scale": 1.5, "softcap": 30.0, "temperature": 2.0},
     {"z_loss": 0.1, "scale": 2.0, "softcap": 9.0, "temperature": 1.5},
 )
 
@@ -126,35 +129,100 @@ def _loss_options(sizes):
                     upstream = torch.rand(leading if reduction == "none" else (), dtype=torch.float64) + 0.5
                     upstream = upstream.to(torch.float64 if dtype == torch.float64 else torch.float32)
                     check(x, target, sizes, upstream=upstream, reduction=reduction, **options)
-                    if "z_loss" not in options:
+                    if not {"z_loss", "label_smoothing"} & options.keys():
                         check(x, target, sizes, weight, upstream, reduction=reduction, **options)
     x, target, weight = example(sizes, (4,))
     target[2] = sum(sizes)  # no class
-    loss, _ = check(x, target, sizes, reduction="none", **LOSS_OPTIONS[2])
-    assert loss.isnan().tolist() == [False, False, True, False] and loss[1] == 0
+    for options in LOSS_OPTIONS[2:]:
+        loss, _ = check(x, target, sizes, reduction="none", **options)
+        assert loss.isnan().tolist() == [False, False, True, False] and loss[1] == 0
+        assert check(x, target, sizes, **options)[0].isnan()
     part = mine(x, sizes)
     given = {"sizes": sizes, "reduction": "sum"}
-    refused(
-        NotImplementedError, "z_loss is 0.1 with weight", part, target, weight=mine(weight, sizes), z_loss=0.1
-    )
-    refused(NotImplementedError, "label_smoothing is 0.1", part, target, label_smoothing=0.1, **given)
-    for name, value in ("z_loss", -1), ("scale", 0), ("softcap", -1), ("temperature", float("nan")):
+    for name in "z_loss", "label_smoothing":
+        message, w = f"{name} is 0.1 with weight and classes", mine(weight, sizes)
+        refused(NotImplementedError, message, part, target, weight=w, **{name: 0.1})
+    for name, value in (
+        ("z_loss", -1),
+        ("label_smoothing", 2),
+        ("scale", 0),
+        ("softcap", -1),
+        ("temperature", float("nan")),
+    ):
         refused((ValueError, RuntimeError), f"{name} is ", part, target, **{name: value}, **given)
     # One rank alone has another option: no loss is right on any of them.
     alone = {"temperature": 2.0} if dist.get_rank() == 0 else {}
     assert gander.distributed.cross_entropy(part, target.clamp(0, 1), **given, **alone).isnan()
 
-    def loss(x):
-        return sliced(sizes)(x * 2, target.clamp(0, 1), reduction="none", **LOSS_OPTIONS[2])
+    for options in LOSS_OPTIONS[-2:]:
 
-    compiled, counter = in_one_graph(loss, "aot_eager")
-    torch.testing.assert_close(gradient_of(compiled, part), gradient_of(loss, part), rtol=0, atol=0)
-    assert counter.frame_count == 1
+        def loss(x, options=options):
+            return sliced(sizes)(x * 2, target.clamp(0, 1), reduction="none", **options)
+
+        compiled, counter = in_one_graph(loss, "aot_eager")
+        torch.testing.assert_close(gradient_of(compiled, part), gradient_of(loss, part), rtol=0, atol=0)
+        assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_loss_options(ranks):
     on_all(ranks, _loss_options, SIZES[ranks])
+
+
+def _smoothing(sizes):
+    x, target, _ = example(sizes, (40,))
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0}
+    part, n = mine(x, sizes).clone().requires_grad_(), sum(sizes)
+    # Backward in place, of several upstream gradients, and twice.
+    for reduction in "mean", "none":
+        _, dx, _, _ = both(x, target, sizes, reduction=reduction, **options)
+        over = part * 1
+        loss = sliced(sizes)(over, target, reduction=reduction, inplace_backward=True, **options)
+        (got,) = torch.autograd.grad(loss, over, torch.ones_like(loss))
+        assert torch.equal(got, dx) and torch.equal(over, dx)
+        loss = sliced(sizes)(part, target, reduction=reduction, **options)
+        upstream = torch.rand(2, *loss.shape) + 0.5
+        (got,) = torch.autograd.grad(loss, part, upstream, retain_graph=True, is_grads_batched=True)
+        torch.testing.assert_close(got, dx * upstream.view(2, -1, 1))
+        if part.numel():
+            (got,) = torch.autograd.grad(loss, part, torch.ones_like(loss), create_graph=True)
+            assert torch.equal(got, dx)
+            with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+                got.sum().backward()
+    # Targets that are nearly certain, and large logits.
+    logits = x - 2000
+    logits[torch.arange(40), target.clamp(0)] = logits.amax(1) + torch.linspace(0, 60, 40)
+    loss, dx, _, _ = both(logits, target, sizes, reduction="none", label_smoothing=1e-3)
+    _, _, want, want_dx = both(logits.double(), target, sizes, reduction="none", label_smoothing=1e-3)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-7)
+    # Logits of -inf: a slice of them, one class, and a row.
+    logits = x[:4].clone()
+    logits[0, : sizes[0]] = logits[2, n - 1] = logits[3] = -INF
+    target = torch.full((4,), n // 2)
+    loss, _, expected, _ = both(logits, target, sizes, reduction="none", label_smoothing=0.1)
+    assert loss[0] == loss[2] == expected[0] == INF and loss[3].isnan() == expected[3].isnan()
+    torch.testing.assert_close(loss[1], expected[1])
+
+    # One graph for all numbers of rows and classes.
+    def loss_of(x, target):
+        given = {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0}
+        return gander.distributed.cross_entropy(x * 2, target, **given)
+
+    compiled, counter = in_one_graph(loss_of, "inductor" if len(sizes) == 2 else "aot_eager", dynamic=True)
+    for rows, n in (5, 6), (7, 9):
+        x, target, _ = example([n] * len(sizes), (rows,))
+        got = gradient_of(compiled, mine(x, [n] * len(sizes)), target)
+        whole = gradient_of(
+            lambda x, target: gander.cross_entropy(x * 2, target, reduction="sum", **options), x, target
+        )
+        torch.testing.assert_close(got, (whole[0], mine(whole[1], [n] * len(sizes))))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_label_smoothing(ranks):
+    on_all(ranks, _smoothing, SIZES[ranks])
 
 
 def _accuracy(sizes):
@@ -676,11 +744,16 @@ def _operators(sizes):
     target = torch.where(target >= 0, target % sizes[0] + sum(sizes[: dist.get_rank()]), target)
     for w in None, mine(weight, sizes).contiguous():
         for reduction in 0, 1:
-            options = target, w, [*sizes], -100, reduction, dist.group.WORLD.group_name, 0.0, 1.5, 3.0, 2.0
+            smoothing = 0.1 if w is None and reduction else 0.0
+            more = smoothing, 0.0, 1.5, 3.0, 2.0
+            options = target, w, [*sizes], -100, reduction, dist.group.WORLD.group_name, *more
             opcheck(operators.cross_entropy_part.default, (part, *options))
             every = torch.cat([operators.cross_entropy_part(part, *options)] * len(sizes))
             leaf = part.clone().requires_grad_()
             opcheck(operators.cross_entropy_of_parts.default, (leaf, every, *options))
+    lse, dloss = torch.randn(2 * target.numel() + 1), torch.rand(())
+    given = part, target, lse, dloss, 10, -100, 1, 0.1, *more[1:]
+    opcheck(operators.cross_entropy_bwd_of_slice.default, given)
 
 
 def test_operators():
@@ -690,7 +763,10 @@ def test_operators():
 def _same_bits():
     """What is sent has 3 numbers for each row and a hash of 8 bytes, which an odd number of rows pads."""
     importlib.import_module("gander.distributed")
-    x, options = torch.randn(5, 4), (None, [4, 4], -100, 1, dist.group.WORLD.group_name, 0.0, 1.0, 0.0, 1.0)
+    x, options = (
+        torch.randn(5, 4),
+        (None, [4, 4], -100, 1, dist.group.WORLD.group_name, 0.0, 0.0, 1.0, 0.0, 1.0),
+    )
     target = torch.arange(5) % 8
     for fill in 1.0, 2.0:
         memory = [torch.full((18,), fill) for _ in range(100)]  # the next tensors are made of it
@@ -792,10 +868,8 @@ def _dtensors(shape, rows, classes):
         torch.testing.assert_close(loss.full_tensor(), expected)
         (dx,), (want,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, whole)
         torch.testing.assert_close(dx.full_tensor(), want)
-    with pytest.raises(
-        NotImplementedError, match=r"label_smoothing is 0.1 .* classes are sharded, expected 0"
-    ):
-        gander.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+    with pytest.raises(NotImplementedError, match=r"label_smoothing is 0.1 with weight and classes"):
+        gander.cross_entropy(logits, targets, weight=weights, reduction="sum", label_smoothing=0.1)
     divided = gander.cross_entropy(logits, targets, reduction="sum", divisor=7).full_tensor()
     torch.testing.assert_close(divided, gander.cross_entropy(x, target, reduction="sum") / 7)
     if not sharded:  # a plain target is the same on all ranks, as in torch's loss_parallel

@@ -50,8 +50,8 @@ def linear_cross_entropy(
 
     weight may be a DTensor whose classes are sharded over a mesh of one dimension, with x replicated and bias
     sharded alike: a column-parallel head. All ranks return the same loss, a DTensor. For each chunk they
-    gather 12 bytes per row. The gradient of x is a partial sum. See gander.distributed for what ranks have to
-    agree on.
+    gather 12 bytes per row, 16 with label smoothing. The gradient of x is a partial sum. weight_ce goes with
+    neither label_smoothing nor z_loss there. See gander.distributed for what ranks have to agree on.
 
     Args:
         x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast x, weight and

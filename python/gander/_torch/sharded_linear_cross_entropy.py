@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.jit import is_tracing
 
-from .._table import LOSS_OPTIONS, MEAN, NONE
+from .._table import MEAN, NONE
 from . import operators_gen
 from .autograd import apply_with
 from .cross_entropy import is_first_backward, loss_values
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .linear_chunks import Products, is_same, once, rescale, to_make, weights_of_rows
-from .sharded_cross_entropy import OPTIONS, Plan, chunks, combined, counted, gathered, plan_of, slice_of
+from .sharded_cross_entropy import combined, counted, gathered, refuse_beside_weight
+from .slice_plan import Plan, chunks, plan_of, slice_of
+from .slice_smoothing import gradient as gradient_of_slice
 from .tensors import has_no_values, statistic
 
 # ---- The parts of a rank ----
@@ -121,7 +123,7 @@ class _Call(NamedTuple):
     reduction: int
     chunk: int
     wide: bool
-    more: tuple[float, ...]  # the values of OPTIONS
+    more: tuple[float, ...]  # the values of LOSS_OPTIONS
 
     def plan(self, logits, target) -> Plan:
         """What this rank knows of a chunk. The hash that the ranks compare contains the reduction of the
@@ -138,6 +140,10 @@ def _overwrite(logits, target, row_weights, lse, dloss, plan):
         return
     if row_weights is not None:  # a row without weight is ignored, whatever is in it
         target, dloss = target.masked_fill(row_weights == 0, plan.ignored), dloss * row_weights
+    if plan.options.get("label_smoothing"):
+        classes, more = sum(plan.sizes), loss_values(plan.options)
+        gradient_of_slice(logits, target, lse, dloss, classes, plan.ignored, NONE, *more, over=True)
+        return
     options = {"ignore_index": plan.ignored, "slice": True, "reduction": NONE, **plan.options, "weight": None}
     operators_gen.cross_entropy_bwd_(logits, target=target, lse=lse, dloss=dloss, **options)
 
@@ -234,13 +240,7 @@ def loss(slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
     """The loss, from this rank's parts of the arguments, whose kinds have been checked. tensors: x, weight,
     target, bias, weight_ce, divisor, upstream. more: the options of the loss that are not their defaults."""
     x, weight, target, bias, weight_ce, divisor, upstream = tensors
-    for name, value in more.items():
-        if name not in OPTIONS or (name == "z_loss" and weight_ce is not None):
-            beside = "weight_ce and " * (name in OPTIONS)
-            raise NotImplementedError(
-                f"{name} is {value} with {beside}a weight whose classes are sharded, expected "
-                f"{LOSS_OPTIONS[name]}: it is not supported of slices; leave it out, or gather weight"
-            )
+    refuse_beside_weight("weight_ce", weight_ce, more)
     row_weights = None
     if weight_ce is not None or reduction == MEAN:
         row_weights = weights_of_rows(target, weight_ce, sum(slices.sizes), ignore_index, x.dtype)
@@ -249,7 +249,7 @@ def loss(slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
         row_weights = None
     else:
         weight_ce = slice_of(weight_ce, slices.sizes, slices.group.rank(), weight.shape[0])
-    call = _Call(slices, weight_ce, ignore_index, reduction, chunk, wide, loss_values(more)[1:])
+    call = _Call(slices, weight_ce, ignore_index, reduction, chunk, wide, loss_values(more))
     given = x, weight, target, bias, row_weights, divisor, upstream
     if torch.is_grad_enabled():
         return _apply(*given, call)

@@ -254,12 +254,6 @@ def cross_entropy_of_slices(given):
             "it divides"
         )
     loss_options = {name: values[name] for name, neutral in LOSS_OPTIONS.items() if values[name] != neutral}
-    for name, value in loss_options.items():
-        if name not in sharded_cross_entropy.OPTIONS:
-            raise NotImplementedError(
-                f"gander: cross_entropy: {name} is {value} with x whose classes are sharded, expected "
-                f"{LOSS_OPTIONS[name]}: it is not supported of slices; leave it out, or redistribute x"
-            )
     target = _local("target", target, mesh, rows)
     weight, divisor = (
         _local(name, values[name], mesh, [Replicate()] * mesh.ndim) for name in ("weight", "divisor")

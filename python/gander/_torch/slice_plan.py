@@ -1,0 +1,134 @@
+"""What the ranks that share the classes of cross-entropy have to agree on.
+
+Each call does one all-gather, whatever the arguments and whatever earlier calls have seen. Otherwise the
+ranks could disagree about which collective comes next. So a rank cannot ask the others for their sizes before
+it computes. It takes them from its own arguments, and sends a hash of what it takes for granted along with
+its numbers. A device that finds another hash among the gathered ones makes the loss and the gradient NaN.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .._table import LOSS_OPTIONS, REDUCTIONS
+from . import operators_gen
+from .fakes import check_inputs
+
+
+def slice_of(weight, sizes, rank, n):
+    """This rank's class weights. An x with another number of classes, n, is refused after the all-gather, or
+    the other ranks would wait."""
+    return weight[sum(sizes[:rank]) :][:n] if n == sizes[rank] else weight.new_empty(n)
+
+
+def chunks(classes, ranks):
+    """The number of classes of each rank, as torch.chunk and DTensor divide them."""
+    size = -(-classes // ranks)
+    return [min(size, max(0, classes - size * rank)) for rank in range(ranks)]
+
+
+def check(x, target, weight, divisor=None):
+    """Refuses what this rank can see."""
+    if x.ndim and x.shape[-1] == 0:  # the operators refuse that
+        if weight is not None and weight.shape != (0,):
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (0,): x has no columns")
+        x, weight = x.new_empty((*x.shape[:-1], 1)), None
+    check_inputs("cross_entropy", {"x": x, "target": target, "weight": weight, "divisor": divisor})
+
+
+class Plan(NamedTuple):
+    """What a rank knows of a call from its own arguments."""
+
+    sizes: tuple[int, ...]
+    first: int  # the class that this rank's slice begins with
+    ignored: int  # ignore_index, counted from there
+    ignore_index: int
+    reduction: int
+    text: str  # what has to be the same on all ranks besides the sizes
+    hash: int  # of both, 64 bits
+    contradiction: str  # between x and the sizes, or ""
+    options: dict[str, float]  # those of LOSS_OPTIONS that are not their defaults
+
+
+_plans: dict[tuple, Plan] = {}  # of this rank's arguments alone: what is in it changes no collective
+_MOST_PLANS = 1 << 12
+
+
+def plan_of(x, target, weight, rank, sizes, ignore_index, reduction, more) -> Plan:
+    """Checks a rank's own arguments."""
+    tensors = (x, target) if weight is None else (x, target, weight)
+    key = *((t.shape, t.dtype, t.device) for t in tensors), rank, sizes, ignore_index, reduction, more
+    if plan := _plans.get(key):
+        return plan
+    check(x, target, weight)
+    weights = "no weight" if weight is None else f"weights of {weight.dtype}"
+    text = (
+        f"rows {tuple(target.shape)} of {x.dtype}, targets of {target.dtype}, {weights}, ignore_index "
+        f"{ignore_index}, reduction {REDUCTIONS[reduction]}"
+    )
+    options = {
+        name: value for name, value in zip(LOSS_OPTIONS, more, strict=True) if value != LOSS_OPTIONS[name]
+    }
+    text += "".join(f", {name} {value}" for name, value in options.items())
+    if options:  # a rank without classes would not see that a value is refused
+        operators_gen.cross_entropy_fwd(x.new_empty(0, 1), target.new_empty(0), **options)
+    n, first, contradiction = x.shape[-1], sum(sizes[:rank]), ""
+    if n != sizes[rank]:
+        contradiction = (
+            f"x has {n} classes on rank {rank}, expected {sizes[rank]} by sizes or classes, which make the "
+            f"slices {sizes}; pass what fits x"
+        )
+    elif not any(sizes):
+        contradiction = (
+            f"x has no classes on rank {rank}, expected as many on each rank without sizes and classes; pass "
+            "one of them, or skip the call if no rank has classes"
+        )
+    facts = f"{text}, sizes {sizes}, {contradiction}"
+    digest = hashlib.blake2b(facts.encode(), digest_size=8).digest()
+    # Integers wrap around, so that ignore_index stays distinct.
+    ignored = (ignore_index - first + 2**63) % 2**64 - 2**63
+    number = int.from_bytes(digest, "little", signed=True)
+    plan = Plan(sizes, first, ignored, ignore_index, reduction, text, number, contradiction, options)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    return _plans.setdefault(key, plan)
+
+
+_TEXT = 536  # bytes that describe a rank's arguments to the others, under set_debug
+
+
+def compare(x, target, group, plan):
+    """Refuses, on all ranks, what differs between them. One all-gather, and a wait for the device."""
+    # A sum that depends on the order. Integers wrap around.
+    odd = 2 * torch.arange(target.numel(), device=target.device) + 1
+    checksum = int(((target.flatten().long() + 1) * odd).sum())
+    mine = f"{plan.hash} {x.shape[-1]} {checksum} {plan.text}, sizes {plan.sizes}".encode()
+    mine = torch.frombuffer(bytearray(mine[:_TEXT].ljust(_TEXT)), dtype=torch.uint8).to(x.device)
+    every = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    rows = [bytes(row).decode(errors="replace").rstrip() for row in every.view(group.size(), -1).tolist()]
+    hashes, counts, checksums, texts = zip(*(row.split(" ", 3) for row in rows), strict=True)
+    counts = tuple(map(int, counts))
+    if not any(counts):
+        raise ValueError("x has no classes on any rank, expected one class or more in all; skip the call")
+    for rank, (text, value) in enumerate(zip(texts, hashes, strict=True)):
+        if value == hashes[0]:
+            continue
+        if text.partition(", sizes ")[0] != texts[0].partition(", sizes ")[0]:
+            raise ValueError(
+                f"rank 0 passes {texts[0]}, rank {rank} passes {text}; expected the same rows, targets and "
+                "options on all ranks of the group"
+            )
+        taken = [text.partition(", sizes ")[2] for text in (texts[0], text)]
+        raise ValueError(
+            f"x has {counts} classes on the ranks of the group, expected the same sizes of all slices "
+            f"on each of them: rank 0 takes {taken[0]}, rank {rank} {taken[1]}; pass sizes={counts}"
+        )
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"target of rank {rank} is another than that of rank 0, expected the same targets on all "
+                "ranks of the group"
+            )
