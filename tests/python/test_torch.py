@@ -202,7 +202,11 @@ def test_opcheck_of_every_op(data):
         ("cross_entropy_with_target_logit", (x.detach(), target, x.detach()[..., 0], None, -100), {}),
     ]
     # test_distributed.py has process groups.
-    of_groups = {"cross_entropy_part", "cross_entropy_of_parts", "cross_entropy_bwd_of_slice"}
+    of_groups = {
+        f"{loss}_{name}"
+        for loss in ("cross_entropy", "linear_cross_entropy")
+        for name in ("part", "of_parts", "bwd_of_slice")
+    }
     assert names - of_groups == {name for name, _, _ in every} | set(ON_DEMAND)
     for call in every:
         opcheck(*call)

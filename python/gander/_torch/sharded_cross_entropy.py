@@ -96,7 +96,7 @@ def counted(target, plan):
     return target, target - plan.first
 
 
-def _part(x, target, local, weight, group, plan):
+def part_of(x, target, local, weight, group, plan):
     """What the other ranks need of this one: what the operator that combines the slices takes of each (see
     gander.h), and the hash."""
     if _debug.is_enabled:
@@ -104,15 +104,11 @@ def _part(x, target, local, weight, group, plan):
         if not plan.contradiction:
             check_targets(sum(plan.sizes), target, plan.ignore_index)
     n, rows, smoothing = x.shape[-1], target.numel(), plan.options.get("label_smoothing", 0.0)
-    each, mine = _numbers(weight, smoothing), _new_part(x, target, weight, smoothing)
-    words = _words(mine.dtype)
-    part, padding, last = mine.split([each * rows, mine.numel() - each * rows - words, words])
-    last.view(torch.int64).fill_(plan.hash)
+    each, mine = count(weight, smoothing), new_part(x, target, weight, smoothing)
+    write_hash(mine, each * rows, plan)
     if plan.contradiction:  # all others see the hash, and read nothing else
         return mine
-    part = part.view(each, rows)
-    if padding.numel():
-        padding.zero_()  # so that the same bits are sent on each run
+    part = mine[: each * rows].view(each, rows)
     mapped = {name: value for name, value in plan.options.items() if name in _OF_LOGITS}
     if n and smoothing:
         slice_smoothing.write_part(part, x, local, plan.ignored, **mapped)
@@ -130,10 +126,19 @@ def _part(x, target, local, weight, group, plan):
 
 def gathered(x, target, local, weight, group, plan):
     """What all ranks have sent."""
-    mine = _part(x, target, local, weight, group, plan)
+    mine = part_of(x, target, local, weight, group, plan)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
     return every
+
+
+def write_hash(mine, numbers, plan):
+    """Writes what follows the numbers of a rank."""
+    words = _words(mine.dtype)
+    _, padding, last = mine.split([numbers, mine.numel() - numbers - words, words])
+    last.view(torch.int64).fill_(plan.hash)
+    if padding.numel():
+        padding.zero_()  # so that the same bits are sent on each run
 
 
 def _words(dtype):
@@ -141,15 +146,15 @@ def _words(dtype):
     return 8 // dtype.itemsize
 
 
-def _numbers(weight, smoothing):
+def count(weight, smoothing):
     """How many numbers of a row a rank sends."""
     return 4 if weight is not None or smoothing else 3
 
 
-def _new_part(x, target, weight, smoothing):
+def new_part(x, target, weight, smoothing):
     """What a rank sends, without values. The last elements are the hash, aligned to 8 bytes."""
     dtype = statistic(x.dtype)
-    words, numbers = _words(dtype), _numbers(weight, smoothing) * target.numel()
+    words, numbers = _words(dtype), count(weight, smoothing) * target.numel()
     return x.new_empty((numbers + words - 1) // words * words + words, dtype=dtype)
 
 
@@ -159,7 +164,7 @@ def combined(every, target, local, weight, plan):
     if plan.contradiction:
         raise ValueError(plan.contradiction)
     rows, ranks, smoothing = target.numel(), len(plan.sizes), plan.options.get("label_smoothing", 0.0)
-    each = _numbers(weight, smoothing)
+    each = count(weight, smoothing)
     every = every.view(ranks, -1)
     # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
     differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
@@ -268,12 +273,12 @@ def _resolved(x, target, weight, sizes, ignore_index, reduction, group, *more):
 
 def _part_kernel(x, target, weight, *options):
     group, plan = _resolved(x, target, weight, *options)
-    return _part(x, *counted(target, plan), weight, group, plan)
+    return part_of(x, *counted(target, plan), weight, group, plan)
 
 
 def _part_fake(x, target, weight, sizes, ignore_index, reduction, group, *more):
     check(x, target, weight)
-    return _new_part(x, target, weight, more[0])
+    return new_part(x, target, weight, more[0])
 
 
 def _refuse_batch(info, in_dims, *given):

@@ -2,28 +2,39 @@
 
 Each rank multiplies all rows with its classes, so dx of a rank is a partial sum. For each chunk of rows the
 ranks gather the statistics of their slices, as sharded_cross_entropy does, before the logits of the chunk are
-overwritten by their gradient. The targets and the number of chunks are the same on all ranks, and so is the
-sequence of collectives. Forward keeps the log-sum-exps of whole rows, from which backward makes gradients
-again without communication.
+overwritten by their gradient. A graph has one all-gather for all chunks. The targets and the number of chunks
+are the same on all ranks, and so is the sequence of collectives. Forward keeps the log-sum-exps of whole
+rows, from which backward makes gradients again without communication.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.jit import is_tracing
 
-from .._table import MEAN, NONE
+from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import operators_gen
 from .autograd import apply_with
 from .cross_entropy import is_first_backward, loss_values
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
-from .linear_chunks import Products, is_same, once, rescale, to_make, weights_of_rows
-from .sharded_cross_entropy import combined, counted, gathered, refuse_beside_weight
+from .graph_operators import define
+from .linear_chunks import Products, is_same, new_gradient, once, rescale, to_make, weights_of_rows
+from .sharded_cross_entropy import (
+    combined,
+    count,
+    counted,
+    gathered,
+    new_part,
+    part_of,
+    refuse_beside_weight,
+    write_hash,
+)
 from .slice_plan import Plan, chunks, plan_of, slice_of
 from .slice_smoothing import gradient as gradient_of_slice
 from .tensors import has_no_values, statistic
@@ -97,16 +108,11 @@ def _local(value):
 
 
 def _refuse_graphs(x):
-    if torch._C._are_functorch_transforms_active():
-        found, instead = "inside a transform of torch.func", "outside of it"
-    elif has_no_values(x) or has_no_values(x.to_local()) or is_tracing():
-        found, instead = "in a graph", "outside of torch.compile"
-    else:
-        return
-    raise NotImplementedError(
-        f"weight is a DTensor {found}, expected an eager call, because the ranks gather statistics for each "
-        f"chunk; call linear_cross_entropy {instead}, or use cross_entropy of the logits"
-    )
+    if torch._C._are_functorch_transforms_active() or is_tracing():
+        raise NotImplementedError(
+            "weight is a DTensor inside a transform of torch.func or torch.jit.trace, expected an eager call "
+            "or torch.compile; call linear_cross_entropy outside of it"
+        )
 
 
 # ---- The loss and its gradients ----
@@ -117,20 +123,20 @@ _TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
 class _Call(NamedTuple):
     """What a call has besides tensors with gradients."""
 
-    slices: Slices
     weight_ce: Tensor | None  # of this rank's classes
+    sizes: tuple[int, ...]
     ignore_index: int
     reduction: int
+    group: ProcessGroup
     chunk: int
     wide: bool
     more: tuple[float, ...]  # the values of LOSS_OPTIONS
 
     def plan(self, logits, target) -> Plan:
-        """What this rank knows of a chunk. The hash that the ranks compare contains the reduction of the
-        call. Each chunk has the losses of its rows."""
-        group, sizes = self.slices.group, self.slices.sizes
+        """What this rank knows of these rows. The hash that the ranks compare contains the reduction of the
+        call. Each plan is for the losses of single rows."""
         options = self.ignore_index, self.reduction, self.more
-        plan = plan_of(logits, target, self.weight_ce, group.rank(), sizes, *options)
+        plan = plan_of(logits, target, self.weight_ce, self.group.rank(), self.sizes, *options)
         return plan._replace(reduction=NONE)
 
 
@@ -154,18 +160,18 @@ def _of_chunk(values, part):
 
 
 def _compute(x, weight, target, bias, row_weights, divisor, upstream, call, needs):
-    """The loss, the log-sum-exps of whole rows by chunk, and dx, dw and db as Products has them."""
+    """The loss, the two parts of whole rows' log-sum-exps, and dx, dw and db as Products has them."""
     with torch.autocast(x.device.type, enabled=False):
         products = Products(x, weight, bias, needs, call.chunk, call.wide)
         none = x.new_empty(0, dtype=statistic(x.dtype))
-        losses, statistics = [none], [none]
+        losses, statistics = [none], [none.view(2, 0)]
         plan = call.plan(x.new_empty(0, weight.shape[0]), target[:0])  # refuses, before any communication
         dloss = none.new_ones(()) if upstream is None else upstream
         dloss = dloss if divisor is None else dloss / divisor
         for part, logits in products.chunks():
             plan = call.plan(logits, target[part])
             labels, local = counted(target[part], plan)
-            every = gathered(logits, labels, local, None, call.slices.group, plan)
+            every = gathered(logits, labels, local, None, call.group, plan)
             if plan.contradiction:  # the other ranks wait for this one in each chunk
                 continue
             loss, _, lse, _ = combined(every, labels, local, None, plan)
@@ -173,16 +179,25 @@ def _compute(x, weight, target, bias, row_weights, divisor, upstream, call, need
                 _overwrite(logits, local, _of_chunk(row_weights, part), lse, dloss, plan)
                 products.add(part, logits)
             losses.append(loss)
-            statistics.append(lse)
+            statistics.append(lse[:-1].view(2, -1))
         if plan.contradiction:
-            raise ValueError(plan.contradiction.replace("x has", "weight has", 1))
-        loss = torch.cat(losses)
-        if row_weights is not None:
-            loss = (loss * row_weights).masked_fill_(row_weights == 0, 0)
-        if call.reduction != NONE:
-            loss = loss.sum()
-            loss = loss if divisor is None else loss / divisor
-        return loss, torch.cat(statistics), *products.gradients()
+            raise _contradiction(plan)
+        loss = _of_rows(torch.cat(losses), row_weights, divisor, call)
+        return loss, torch.cat(statistics, 1), *products.gradients()
+
+
+def _contradiction(plan):
+    return ValueError(plan.contradiction.replace("x has", "weight has", 1))
+
+
+def _of_rows(loss, row_weights, divisor, call):
+    """The loss, from those of the rows without class weights."""
+    if row_weights is not None:
+        loss = (loss * row_weights).masked_fill_(row_weights == 0, 0)
+    if call.reduction != NONE:
+        loss = loss.sum()
+        loss = loss if divisor is None else loss / divisor
+    return loss
 
 
 def _again(x, weight, target, bias, row_weights, divisor, dloss, lse, call, needs):
@@ -190,11 +205,10 @@ def _again(x, weight, target, bias, row_weights, divisor, dloss, lse, call, need
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         products = Products(x, weight, bias, needs, call.chunk, call.wide)
         dloss = dloss if divisor is None else dloss / divisor
-        for index, (part, logits) in enumerate(products.chunks()):
+        for part, logits in products.chunks():
             plan = call.plan(logits, target[part])
             _, local = counted(target[part], plan)
-            # Those of a chunk of m rows have 2 m + 1 elements.
-            statistics = lse[2 * part.start + index : 2 * part.stop + index + 1]
+            statistics = torch.cat((lse[:, part].flatten(), lse.new_ones(1)))  # with a denominator
             weights, given = _of_chunk(row_weights, part), _of_chunk(dloss, part)
             _overwrite(logits, local, weights, statistics, given, plan)
             products.add(part, logits)
@@ -236,6 +250,142 @@ def _gradients(ctx, dloss):
 _apply = apply_with("sharded_linear_cross_entropy", _forward, _gradients, _DIFFERENTIABLE, _TENSORS + 1)
 
 
+# ---- In graphs ----
+#
+# One all-gather for all chunks, a functional collective. The operator before it computes what a rank sends,
+# and the one after it the loss and the gradients, for which it multiplies x and weight again.
+
+
+def _call_of(weight_ce, sizes, ignore_index, reduction, group, chunk, wide, *more):
+    group = dist.distributed_c10d._resolve_process_group(group)
+    return _Call(weight_ce, tuple(sizes), ignore_index, reduction, group, chunk, wide, more)
+
+
+def _whole_plan(x, weight, target, call):
+    """The plan of all rows, whose logits there are not at one time."""
+    return call.plan(x.new_empty(()).expand(x.shape[0], weight.shape[0]), target)
+
+
+def _part_kernel(x, weight, target, bias, *options):
+    with torch.autocast(x.device.type, enabled=False):
+        call = _call_of(*options)
+        whole, smoothing = _whole_plan(x, weight, target, call), call.more[0]
+        mine = new_part(x, target, None, smoothing)
+        numbers = mine[: count(None, smoothing) * x.shape[0]].view(-1, x.shape[0])
+        write_hash(mine, numbers.numel(), whole)
+        for part, logits in Products(x, weight, bias, [False] * 3, call.chunk, call.wide).chunks():
+            plan = call.plan(logits, target[part])
+            each = part_of(logits, *counted(target[part], plan), None, call.group, plan)
+            numbers[:, part] = each[: numbers.shape[0] * len(logits)].view(-1, len(logits))
+        return mine
+
+
+def _part_fake(x, weight, target, bias, weight_ce, sizes, ignore_index, reduction, group, chunk, wide, *more):
+    return new_part(x, target, None, more[0])
+
+
+def _combined_kernel(x, weight, target, bias, row_weights, divisor, upstream, every, *options):
+    """The loss, the two parts of whole rows' log-sum-exps, dx, dw and db."""
+    *options, needs_dx, needs_dw, needs_db = options
+    call, needs = _call_of(*options), [needs_dx, needs_dw, needs_db]
+    plan = _whole_plan(x, weight, target, call)
+    if plan.contradiction:
+        raise _contradiction(plan)
+    loss, _, lse, _ = combined(every, *counted(target, plan), None, plan)
+    lse = lse[:-1].view(2, -1)
+    made = [new_gradient(like, False) for like in (x, weight, x)]
+    if any(needs):
+        upstream = loss.new_ones(()) if upstream is None else upstream
+        made = _again(x, weight, target, bias, row_weights, divisor, upstream, lse, call, needs)
+    return _of_rows(loss, row_weights, divisor, call), lse.clone(), *made
+
+
+def _combined_fake(x, weight, target, bias, row_weights, divisor, upstream, every, *options):
+    shape = target.shape if options[3] == NONE else ()
+    lse = every.new_empty(2, target.shape[0])
+    bias = x if bias is None else bias
+    return every.new_empty(shape), lse, *map(new_gradient, (x, weight, bias), options[-3:])
+
+
+def _again_kernel(x, weight, target, bias, row_weights, divisor, dloss, lse, *options):
+    *options, needs_dx, needs_dw, needs_db = options
+    needs = [needs_dx, needs_dw, needs_db]
+    return _again(x, weight, target, bias, row_weights, divisor, dloss, lse, _call_of(*options), needs)
+
+
+def _again_fake(x, weight, target, bias, *others):
+    return (*map(new_gradient, (x, weight, x if bias is None else bias), others[-3:]),)
+
+
+def _keep_in_graph(ctx, given, results):
+    tensors, (_, *options) = given[:_TENSORS], given[_TENSORS:]
+    *ctx.options, needs_dx, needs_dw, needs_db = options
+    ctx.made = [needs_dx, needs_dw, needs_db]
+    ctx.save_for_backward(*tensors, *results[1:])
+
+
+def _gradients_in_graph(ctx, dloss):
+    (*inputs, upstream), (lse, *made) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+    needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+    with torch.no_grad():
+        if all(has or not need for has, need in zip(ctx.made, needs, strict=True)):
+            factor = dloss if upstream is None else dloss / upstream
+            made = [(each.to(factor.dtype) * factor).to(each.dtype) for each in made]
+        else:
+            made = _again_in_graph(*inputs, dloss, lse, *ctx.options, *needs)
+    return once(made, needs, [inputs[at] for at in _DIFFERENTIABLE], dloss)
+
+
+def _refuse_batch(info, in_dims, *given):
+    raise NotImplementedError(
+        "gander: linear_cross_entropy of a DTensor cannot be batched by torch.func.vmap"
+    )
+
+
+_OPTIONS = "Tensor? weight_ce, SymInt[] sizes, SymInt ignore_index, int reduction, str group, SymInt chunk, "
+_OPTIONS += ", ".join(("bool wide", *(f"float {name}" for name in LOSS_OPTIONS)))
+_OF_ROWS = "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? row_weights, Tensor? divisor, "
+_NEEDS = "bool needs_dx, bool needs_dw, bool needs_db"
+
+_part_in_graph = define(
+    f"linear_cross_entropy_part(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_OPTIONS}) -> Tensor",
+    _part_kernel,
+    _part_fake,
+    batched=_refuse_batch,
+)
+_again_in_graph = define(
+    f"linear_cross_entropy_bwd_of_slice({_OF_ROWS}Tensor dloss, Tensor lse, {_OPTIONS}, {_NEEDS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _again_kernel,
+    _again_fake,
+    batched=_refuse_batch,
+)
+_combined_in_graph = define(
+    f"linear_cross_entropy_of_parts({_OF_ROWS}Tensor? upstream, Tensor every, {_OPTIONS}, {_NEEDS}) -> "
+    "(Tensor loss, Tensor lse, Tensor dx, Tensor dw, Tensor db)",
+    _combined_kernel,
+    _combined_fake,
+    _keep_in_graph,
+    _gradients_in_graph,
+    _DIFFERENTIABLE,
+    batched=_refuse_batch,
+)
+
+
+def _in_graph(given, call, group):
+    x, weight, target, bias, *_, upstream = given
+    options = *call[:4], group, *call[5:7], *call.more
+    collectives = torch.ops._c10d_functional
+    mine = _part_in_graph(*(None if t is None else t.detach() for t in (x, weight, target, bias)), *options)
+    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(call.sizes), group))
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    made = to_make(x, upstream, call.reduction, needs, compiling=True)
+    return _combined_in_graph(*given, every, *options, *made)[0]
+
+
+# ---- Calls ----
+
+
 def loss(slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
     """The loss, from this rank's parts of the arguments, whose kinds have been checked. tensors: x, weight,
     target, bias, weight_ce, divisor, upstream. more: the options of the loss that are not their defaults."""
@@ -248,9 +398,12 @@ def loss(slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
     if weight_ce is None:
         row_weights = None
     else:
-        weight_ce = slice_of(weight_ce, slices.sizes, slices.group.rank(), weight.shape[0])
-    call = _Call(slices, weight_ce, ignore_index, reduction, chunk, wide, loss_values(more))
+        weight_ce = slice_of(weight_ce, slices.sizes, slices.mesh.get_local_rank(), weight.shape[0])
+    options = weight_ce, slices.sizes, ignore_index, reduction, slices.group, chunk, wide
+    call = _Call(*options, loss_values(more))
     given = x, weight, target, bias, row_weights, divisor, upstream
+    if has_no_values(x):
+        return _in_graph(given, call, slices.group.group_name)
     if torch.is_grad_enabled():
         return _apply(*given, call)
     return _compute(*given, call, [False] * 3)[0]
