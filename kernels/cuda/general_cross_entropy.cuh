@@ -27,8 +27,8 @@ struct MappedLogit {
       const float t = tanhf(__fmul_rn(a.inner, x));
       return MappedLogit(__fmul_rn(a.outer, t), a.outer * a.inner * ((1.f - t) * (1.f + t)));
     } else {
-      // tanh(u) = 1 - 2 r, by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a small
-      // result.
+      // tanh(u) = 1 - 2 r, by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a
+      // small result.
       constexpr float kTwiceLog2E = 2.885390081777926814f;
       float e, r;  // exp(2 u), 1 / (1 + exp(2 u))
       asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(a.inner * kTwiceLog2E, x)));
@@ -37,7 +37,7 @@ struct MappedLogit {
     }
   }
 
-private:
+ private:
   __device__ __forceinline__ MappedLogit(float value, float derivative)
       : value(value), derivative(derivative) {}
 };

@@ -66,12 +66,9 @@ __device__ __forceinline__ void add_vectors(const void* p, int32_t type, int e, 
   else load_vectors<true>(static_cast<const f32*>(p), e, step, end, f);
 }
 
-// Of bfloat16, two conversions in one: with 0 in the lower half they are the float32 that is wanted. That of a
-// single number takes another instruction (F2F), and a shift.
 template <class T>
 __device__ __forceinline__ float rounded(float v) {
-  if constexpr (std::is_same_v<T, bf16>) return __uint_as_float(pack2(bf16(), 0.f, v));
-  else return to_float(from_float<T>(v));
+  return to_float(from_float<T>(v));
 }
 
 __device__ __forceinline__ float rounded(int32_t type, float v) {

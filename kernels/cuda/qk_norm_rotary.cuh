@@ -64,7 +64,7 @@ template <class T, int E>
 __device__ __forceinline__ void round_if(bool round, float (&a)[E], float (&b)[E]) {
   if (!round) return;
 #pragma unroll
-  for (int i = 0; i < E; i++) a[i] = rounded<T>(a[i]), b[i] = rounded<T>(b[i]);
+  for (int i = 0; i < E; i++) a[i] = rounded_in_pair<T>(a[i]), b[i] = rounded_in_pair<T>(b[i]);
 }
 
 template <class T, int V, bool Unaligned>
@@ -109,8 +109,7 @@ __device__ __forceinline__ void qk_norm_rotate_body(const QKNormRotaryArgs& args
     for (int p = 0; p < P; p++) {
       const Item<E> item(args, lane + p * args.lanes);
       const bool turns = item.rotates && place.position >= 0;
-      if (turns && new_token)
-        rotation[p] = rotation_at<E>(args, place, item.pair, item.first, item.second);
+      if (turns && new_token) rotation[p] = rotation_at<E>(args, place, item.pair, item.first, item.second);
       if (new_weight) load_weights(args, with_k, item, w[p], u[p]);
       float m[E], n[E];
       a[v][p].get(m), b[v][p].get(n);

@@ -179,10 +179,19 @@ struct Item {
   }
 };
 
-// (a c1 + b s1, b c2 + a s2). With `round` all products are rounded first, as operators of their own would do.
+// rounded() by the conversion of two numbers to bfloat16: with 0 in the lower half they are the float32 that
+// is wanted. That of one number takes another instruction (F2F), and a shift. General norms would spill.
+template <class T>
+__device__ __forceinline__ float rounded_in_pair(float v) {
+  if constexpr (std::is_same_v<T, bf16>) return __uint_as_float(pack2(bf16(), 0.f, v));
+  else return rounded<T>(v);
+}
+
+// (a c1 + b s1, b c2 + a s2). With `round` the products are rounded first, as operators of their own would
+// do.
 template <class T, int E>
 __device__ __forceinline__ void turn_pairs(bool round, const Rotation<E>& r, float (&a)[E], float (&b)[E]) {
-  const auto product = [](float x, float y) { return rounded<T>(__fmul_rn(x, y)); };
+  const auto product = [](float x, float y) { return rounded_in_pair<T>(__fmul_rn(x, y)); };
   if (round) {  // once for all pairs, not for each
 #pragma unroll
     for (int i = 0; i < E; i++) {
