@@ -170,22 +170,27 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
 #pragma unroll
     for (int p = 0; p < P; p++) {
       const Item<E> item(args, lane + p * lanes);
-      float m[E], n[E], dm[E], dn[E], w[E], u[E];
-      a[p].get(m), b[p].get(n), c[p].get(dm), d[p].get(dn);
+      float(&dm)[E] = g[p][0], (&dn)[E] = g[p][1];
+      c[p].get(dm), d[p].get(dn);
       turn<T>(args, place, item, dm, dn);
-      load_weights(args, of_k >= 0, item, w, u);
       round_if<T>(args.round, dm, dn);
-      float h[E], k[E];
+      if (at.there) {
+        float m[E], n[E];
+        a[p].get(m), b[p].get(n);
+#pragma unroll
+        for (int i = 0; i < E; i++) m[i] *= rstd, n[i] *= rstd;
+        round_if<T>(args.round_normalized, m, n);
+        if (of_k < 0) add_products(dm, m, dn, n, sums[0][p]);
+        else add_products(dm, m, dn, n, sums[1][p]);
+      }
+      float m[E], n[E], w[E], u[E];
+      load_weights(args, of_k >= 0, item, w, u);
+      a[p].get(m), b[p].get(n);
 #pragma unroll
       for (int i = 0; i < E; i++) {
-        h[i] = m[i] * rstd, k[i] = n[i] * rstd;
-        g[p][0][i] = dm[i] * w[i], g[p][1][i] = dn[i] * u[i];
-        product = fmaf(g[p][0][i], h[i], fmaf(g[p][1][i], k[i], product));
+        dm[i] *= w[i], dn[i] *= u[i];
+        product = fmaf(dm[i], m[i] * rstd, fmaf(dn[i], n[i] * rstd, product));
       }
-      round_if<T>(args.round_normalized, h, k);
-      if (!at.there) continue;
-      if (of_k < 0) add_products(dm, h, dn, k, sums[0][p]);
-      else add_products(dm, h, dn, k, sums[1][p]);
     }
     const float mean = sum_of_lanes(product, lanes) * args.inv_n;
     T* dx = of_k < 0 ? static_cast<T*>(args.q_out) + at.at(args.q_out_strides, at.part)

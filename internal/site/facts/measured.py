@@ -13,7 +13,8 @@ GRID = "h100-8a2845d"  # throughput over the row lengths, beside the peers
 NORMS = "h200-9bdc7ab"  # the norms with their options
 IN_PLACE = "h200-116c1f8"  # fused_add_rmsnorm, beside flashinfer
 STEP = "h200-636b39f-step"
-GLU = "h100-b4895ea-glu"  # gated linear units
+GLU = "h100-a9cf1e1a-glu"  # gated linear units
+JAX = "h100-a9cf1e1a-jax"
 LINEAR = "h200-5bb0dad"
 MODELS = {"softmax": "h200-727a294", "rmsnorm": "h200-9bdc7ab", "cross_entropy": "h200-1ed7d17"}
 
@@ -110,6 +111,21 @@ def speed(
         rows.append([f"{p['m']} x {p['n']}", figure, f"{mine['ratio']:.2f}", *others])
     columns = ["rows", unit, "of the limit", *(f"over {PEERS[name]}" for name in names)]
     return table_of(columns, rows, f"{card(file)}, {dtype}. {named(file)}")
+
+
+def beside_xla(file: str = JAX) -> str:
+    """A table of how many times as fast as programs that XLA fuses gander.jax is."""
+    found, rows = report.of(records_of(file), "jax"), []
+    for op in report.unique(r["op"] for r in found):
+        speeds = {}
+        for r in found:
+            if r["op"] == op and (speed := report.times_as_fast(r, "xla")) is not None:
+                speeds[speed] = f"{r['m']} x {r['n']}"
+        worst = min(speeds)
+        mean = statistics.geometric_mean(speeds)
+        rows.append([report.TITLES[op], str(len(speeds)), f"{mean:.2f}", f"{worst:.2f}", speeds[worst]])
+    note = f"{card(file)}, {found[-1]['dtype']}, jax {found[-1]['versions']['jax']}. {named(file)}"
+    return table_of(["program", "shapes", "times XLA's speed", "least", "at"], rows, note)
 
 
 _STEPS = ("backward", "a quarter", "scaled")
