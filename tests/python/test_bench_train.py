@@ -443,6 +443,9 @@ def test_a_kernel_that_starts_early_and_waits_counts_once():
     }
     assert tuple(found["kernels_ms"]) == kernels.PARTS
     assert found["attention_kernels"] == ["flash_fwd_kernel"]
+    largest = found["largest_ms"]
+    assert [*largest.values()] == sorted(largest.values(), reverse=True)
+    assert not any(name.startswith(("attention", "products")) for name in largest)
     assert report.around(found["kernels_ms"]) == pytest.approx(0.275)
     assert kernels.breakdown(events[:1], steps=2) == {}
 

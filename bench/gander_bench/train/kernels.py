@@ -1,6 +1,7 @@
 """Where the GPU's time of a training step goes: its kernels by what they compute, from a profile."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -33,25 +34,29 @@ def part_of(name: str) -> str:
 
 
 def breakdown(events: Iterable[dict], steps: int) -> dict:
-    """Milliseconds a step of each part, and the names of attention's kernels; {} of a profile without a GPU.
+    """Milliseconds a step of each part, the names of attention's kernels, and the kernels that take most of
+    the time outside of attention and products; {} of a profile without a GPU.
 
     events: those of a Chrome trace.
     """
     found = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: (e["ts"], e["dur"]))
     if not found:
         return {}
-    us, end = dict.fromkeys(PARTS, 0.0), float("-inf")
+    us, named, end = dict.fromkeys(PARTS, 0.0), Counter(), float("-inf")
     for event in found:
         # Programmatic dependent launch starts a kernel while the one before it still runs, for whose memory
         # it then waits. So a kernel begins where the kernels before it end. The sum over all kernels is then
         # the time in which the GPU was not idle, each moment of it counted once.
         begin, over = max(event["ts"], end), event["ts"] + event["dur"]
         us[part_of(event["name"])] += max(0.0, over - begin)
+        named[event["name"]] += max(0.0, over - begin)
         end = max(end, over)
     attention = {event["name"] for event in found if part_of(event["name"]) == "attention"}
+    around = [(n, us) for n, us in named.most_common() if part_of(n) not in ("attention", "products")]
     return {
         "kernels_ms": {part: round(total / steps / 1e3, 4) for part, total in us.items()},
         "attention_kernels": sorted(name[:200] for name in attention),
+        "largest_ms": {f"{part_of(n)}: {n[:160]}": round(us / steps / 1e3, 4) for n, us in around[:16]},
     }
 
 
