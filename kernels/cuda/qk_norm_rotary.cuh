@@ -170,7 +170,7 @@ __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryA
 #pragma unroll
     for (int p = 0; p < P; p++) {
       const Item<E> item(args, lane + p * lanes);
-      float(&dm)[E] = g[p][0], (&dn)[E] = g[p][1];
+      float (&dm)[E] = g[p][0], (&dn)[E] = g[p][1];
       c[p].get(dm), d[p].get(dn);
       turn<T>(args, place, item, dm, dn);
       round_if<T>(args.round, dm, dn);
