@@ -17,7 +17,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=300)
 
 
-NEED_JAX = ["training_step_jax.py"]  # the check `jax` runs these
+NEED_JAX = [f"training_step_{name}.py" for name in ("jax", "flax", "equinox")]  # the check `jax` runs these
 HERE = [source for source in sorted(EXAMPLES.glob("*.py")) if source.name not in NEED_JAX]
 
 
