@@ -74,6 +74,31 @@ def test_options_of_the_loss(reduction, one_pass):
         gj.cross_entropy(LOGITS, TARGET, softcap=-1).block_until_ready()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_options_of_the_linear_loss(reduction, dtype):
+    """Those of cross_entropy on the whole logits, from a head whose rows come in chunks."""
+    more = {"z_loss": 0.1, "scale": 1.5, "softcap": 3.0, "temperature": 2.0, "label_smoothing": 0.1}
+
+    def linear(x, table, bias):
+        options = more | {"reduction": reduction, "chunk": 4}
+        return gj.linear_cross_entropy(x, table, TARGET, bias, **options).sum()
+
+    def whole(x, table, bias):
+        logits = jnp.matmul(x, table.T) + bias
+        return gj.cross_entropy(logits, TARGET, reduction=reduction, **more).sum()
+
+    given = [array.astype(dtype) for array in (X, TABLE, BIAS)]
+    found, expected = (
+        jax.tree.leaves(jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*given)) for f in (linear, whole)
+    )
+    close(found, expected, dtype)
+    with pytest.raises(NotImplementedError, match=r"z_loss is 0.1 with class_weight and reduction 'mean'"):
+        gj.linear_cross_entropy(X, TABLE, TARGET, class_weight=WEIGHT, z_loss=0.1)
+    with pytest.raises(TypeError, match="softcap is 'a'"):
+        gj.linear_cross_entropy(X, TABLE, TARGET, softcap="a")
+
+
 def test_single_pass():
     """The gradient that forward makes is handed on as it is, if the expected upstream gradient comes."""
     f = jax.jit(jax.value_and_grad(lambda x: 0.25 * gj.cross_entropy(x, TARGET, upstream=0.25)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._functions.arguments import code_of
+from .._functions.arguments import code_of, loss_options, refuse_z_loss
 from .._functions.cross_entropy import check_sum
 from .._functions.linear_cross_entropy import check_chunks
 from .._table import NONE, REDUCTIONS, Reduction
@@ -38,6 +38,7 @@ class Options(NamedTuple):
     rows: int  # of a chunk
     reduced: bool
     mean: bool
+    more: tuple[tuple[str, float], ...]  # the options of a loss that are not their defaults
 
 
 def linear_cross_entropy(
@@ -49,6 +50,11 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
     divisor: float | jax.Array | None = None,
     chunk: int | None = None,
 ) -> jax.Array:
@@ -68,6 +74,11 @@ def linear_cross_entropy(
         class_weight: (V), the class weights of cross_entropy, or None. It has no gradient.
         ignore_index: As in cross_entropy.
         reduction: As in cross_entropy.
+        label_smoothing: As in cross_entropy.
+        z_loss: As in cross_entropy.
+        scale: As in cross_entropy.
+        softcap: As in cross_entropy.
+        temperature: As in cross_entropy.
         divisor: As in cross_entropy.
         chunk: The rows whose logits are held at a time. None takes a quarter of all rows. More chunks need
             less memory, and more time to add up the gradient of weight.
@@ -78,8 +89,8 @@ def linear_cross_entropy(
     Raises:
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
-        NotImplementedError: A number of rows that an exported program leaves open, or a gradient of
-            class_weight.
+        NotImplementedError: A number of rows that an exported program leaves open, a gradient of
+            class_weight, or z_loss with class_weight and "mean".
 
     Examples:
         >>> gander.jax.linear_cross_entropy(jnp.ones((2, 3)), jnp.zeros((4, 3)), jnp.array([0, 3]))
@@ -92,11 +103,15 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, class_weight)
     rows = x.size // x.shape[-1] if x.shape[-1] else 0
     check_chunks(chunk, None)
+    more = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
+    if class_weight is not None and reduction == "mean":
+        refuse_z_loss(more, "class_weight")
     options = Options(
         integer("ignore_index", ignore_index),
         chunk or max(-(-rows // _CHUNKS), 1),
         code != NONE,
         reduction == "mean",
+        tuple(more.items()),
     )
     if reduction == "mean":
         divisor = denominator(target, class_weight, weight.shape[0], options.ignore_index, statistic(x))
@@ -160,7 +175,7 @@ def _compute(options: Options, makes: bool, given: Any, dloss: Any = None) -> tu
         ignored = -1 if info.min else info.max
         target = jnp.where(target == ignored, jnp.asarray(info.min, target.dtype), target)
     wide = statistic(x)
-    each = {"weight": class_weight, "ignore_index": ignored}
+    each = {"weight": class_weight, "ignore_index": ignored} | dict(options.more)
 
     def step(sums: Any, part: Any) -> tuple[Any, Any]:
         rows, labels, heads = part
