@@ -126,7 +126,7 @@ def qk_norm_rotary(
     ops = BACKENDS.get(type(q)) or backend_of(q)
     if ops is None:
         return overridden(qk_norm_rotary, locals())
-    mode = None if casting_mode is None else code_of("casting_mode", casting_mode, _MODES, "None or ")
+    mode = None if casting_mode is None else code_of("casting_mode", casting_mode, QK_MODES, "None or ")
     options = dict(
         eps=number("eps", eps),
         weight_offset=number("weight_offset", weight_offset),
@@ -141,7 +141,7 @@ def qk_norm_rotary(
         raise ops.explained(error, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin) from None
 
 
-_MODES: tuple[QKCastingMode, ...] = ("llama", "gemma")
+QK_MODES: tuple[QKCastingMode, ...] = ("llama", "gemma")
 
 
 def apply_rotary_emb(

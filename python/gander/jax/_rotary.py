@@ -8,7 +8,7 @@ import jax
 
 from .._functions.arguments import code_of
 from .._functions.norms import CastingMode, rounds
-from .._functions.rotary import QKCastingMode
+from .._functions.rotary import QK_MODES, QKCastingMode
 from .._words import check_flags, number
 from ._arguments import as_arrays
 from ._gradients import apply
@@ -98,7 +98,7 @@ def qk_norm_rotary(
     mode = (
         None
         if casting_mode is None
-        else code_of("casting_mode", casting_mode, ("llama", "gemma"), "None or ")
+        else code_of("casting_mode", casting_mode, QK_MODES, "None or ")
     )
     q_weight, k_weight = as_arrays(q_weight=q_weight, k_weight=k_weight)
     options = {
