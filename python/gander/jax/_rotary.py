@@ -95,11 +95,7 @@ def qk_norm_rotary(
         >>> gander.jax.qk_norm_rotary(q, None, None, None, one, 0 * one, eps=0.0)[0].ravel()
         Array([0.84852815, 1.1313709 ], dtype=float32)
     """
-    mode = (
-        None
-        if casting_mode is None
-        else code_of("casting_mode", casting_mode, QK_MODES, "None or ")
-    )
+    mode = None if casting_mode is None else code_of("casting_mode", casting_mode, QK_MODES, "None or ")
     q_weight, k_weight = as_arrays(q_weight=q_weight, k_weight=k_weight)
     options = {
         "q_weight": q_weight,
