@@ -27,6 +27,9 @@ OPTIONS = (
     {"z_loss": 0.1, "scale": 2.0, "softcap": 9.0, "temperature": 1.5},
 )
 
+# DTensors of torch 2.10 cut the graph of a gradient, and torch's Linear refuses sharded sequences of them.
+NEW_DTENSOR = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
 
 def distributed(tensor, *placements, mesh=None):
     """A leaf that is a DTensor."""
@@ -176,9 +179,10 @@ def _upstream():
     close(loss.to_local(), want, torch.float32)
     close(leaves[0].grad.full_tensor(), dx, torch.float32)
     close(leaves[1].grad.full_tensor(), dw, torch.float32)
-    with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
-        loss = gander.linear_cross_entropy(*leaves[:2], target)
-        torch.autograd.grad(loss, leaves[1], create_graph=True)[0].to_local().sum().backward()
+    if NEW_DTENSOR:
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            loss = gander.linear_cross_entropy(*leaves[:2], target)
+            torch.autograd.grad(loss, leaves[1], create_graph=True)[0].to_local().sum().backward()
     # Which gradients are needed.
     for frozen in range(2):
         x_, w_, _ = sharded(x, weight)
@@ -265,7 +269,7 @@ def _parallelized():
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x, _, target, _, weight_ce = example(7, (2, 4))
-    for sequences in False, True:
+    for sequences in (False, True) if NEW_DTENSOR else (False,):
         for local in True, False:
             for options in {"bias": True}, {"weight_ce": weight_ce.clone(), "reduction": "sum"}:
                 whole, model = Model(**options).double(), Model(**options)
