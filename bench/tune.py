@@ -124,7 +124,7 @@ def measure(options, candidates, row_file, operator, dtype, m, n, where="cuda"):
             if row == "":
                 raise
             continue  # the row cannot serve the shape on this device
-        if not off < sections._WRONG[inputs[0].dtype]:
+        if not off < sections.WRONG[inputs[0].dtype]:
             raise ArithmeticError(f"{operator} {dtype} {m} x {n} by {row!r}: {off:.1e} off")
         calls[row], results[row] = by(row), {}
     row_file.write_text("")

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-_WRONG = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-4}
-
 
 def main(
     ops: Annotated[
@@ -47,12 +45,13 @@ def main(
         return
     import jax
 
+    from .cases import DTYPES
     from .jax_programs import PROGRAMS
     from .records import Store, default_path, environment
 
     index, count = shard_of(shard)
     named = words(ops, tuple(PROGRAMS), "--ops") or tuple(PROGRAMS)
-    kinds = words(dtypes, tuple(_WRONG), "--dtypes") or ("bfloat16",)
+    kinds = words(dtypes, tuple(DTYPES), "--dtypes") or ("bfloat16",)
     points = list(_points(named, kinds, shapes_of(shapes) or _shapes(), seconds))
     default = default_path()
     try:
@@ -96,9 +95,10 @@ def _points(ops, dtypes, shapes, seconds):
 def _point(op: str, dtype: str, m: int, n: int, seconds: float) -> dict:
     import jax
 
+    from .cases import DTYPES
     from .jax_programs import CONTESTANTS, PROGRAMS, inputs_of, off
     from .jax_timing import in_turns
-    from .sections import each_result
+    from .sections import WRONG, each_result
 
     inputs = jax.block_until_ready(inputs_of(op, dtype, m, n))
     calls, made = {}, {}
@@ -113,7 +113,7 @@ def _point(op: str, dtype: str, m: int, n: int, seconds: float) -> dict:
 
     def compared(name):
         distance = off(made[name], made["xla"])
-        if not distance < _WRONG[dtype]:
+        if not distance < WRONG[DTYPES[dtype]]:
             del calls[name]
             raise ArithmeticError(f"wrong result: {distance:.1e} off XLA's")
         return {"off": float(f"{distance:.2e}")}

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -11,14 +10,14 @@ from pathlib import Path
 import jax
 
 from .timing import Timing, turns
+from .trace import without_overlap
 
 _SAMPLE_S = 5e-3  # of calls that one trace has, but at least three and at most fifty calls
 _WARM = 2  # calls before those that are timed
 
 
 def busy_us(events: Iterable[dict]) -> float:
-    """The microseconds of a Chrome trace in which a GPU was not idle. A kernel that starts while another one
-    runs, by programmatic dependent launch, counts from its end.
+    """The microseconds of a Chrome trace in which a GPU was not idle.
 
     Raises RuntimeError if the trace has no kernel.
     """
@@ -36,14 +35,10 @@ def busy_us(events: Iterable[dict]) -> float:
             ("thread_name", event["pid"], event["tid"]), ""
         ).startswith("Stream")
 
-    found = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and on_gpu(e))
+    found = [e for e in events if e.get("ph") == "X" and on_gpu(e)]
     if not found:
         raise RuntimeError("jax.profiler's trace has no kernel: its CUPTI does not work here")
-    total, end = 0.0, -math.inf
-    for begin, over in found:
-        total += max(0.0, over - max(begin, end))
-        end = max(end, over)
-    return total
+    return sum(us for _, us in without_overlap(found))
 
 
 def _repeat(call: Callable, count: int) -> None:

@@ -79,7 +79,7 @@ SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
 # What is further off than this is not the operator, and its time means nothing.
-_WRONG = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
+WRONG = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _prepare(providers, op: str, inputs, m) -> tuple[dict, dict]:
     def prepare(name):
         call = provider(name).operators[op](*inputs)
         off = _distance(op, inputs, call(), m)
-        if not off < _WRONG[inputs[0].dtype]:
+        if not off < WRONG[inputs[0].dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
         call()
         calls[name] = call
@@ -460,7 +460,7 @@ def _step_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
         function = provider(name).functions["cross_entropy"]
         call = _step_call(function, mode, x, target, told=name in _TOLD)
         off = _step_distance(logits, target, call(), call.factor)
-        if not off < _WRONG[x.dtype]:
+        if not off < WRONG[x.dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
         figures = {"off": float(f"{off:.2e}")} | _step_peak(call, x)
         calls[name] = call
@@ -498,7 +498,7 @@ def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> di
             for which, got, want in zip(("dx", "dw"), made, wanted, strict=True)
         }
         furthest = max(far.values(), key=nan_last)
-        if not furthest < _WRONG[inputs[0].dtype]:
+        if not furthest < WRONG[inputs[0].dtype]:
             raise ArithmeticError(f"wrong result: {furthest:.1e} off")
         gradients = sum(gradient.nbytes for gradient in made) / 2**20
         del made
@@ -536,7 +536,7 @@ def _sharded_point(providers, options: Options, dtype: str, m: int, n: int) -> d
         function = functions.get("sharded_cross_entropy", functions.get("cross_entropy"))
         call = _step_call(function, "backward", logits.clone().requires_grad_(), target)
         off = _step_distance(logits, target, call(), call.factor)
-        if not off < _WRONG[logits.dtype]:
+        if not off < WRONG[logits.dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
         calls[name] = call
         return {"off": float(f"{off:.2e}")}

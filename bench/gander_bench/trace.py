@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,3 +21,17 @@ def events(call: Callable[[], object], activity: torch.profiler.ProfilerActivity
         del result
         profile.export_chrome_trace(str(path))
         return json.loads(path.read_text())["traceEvents"]
+
+
+def without_overlap(events: Iterable[dict]) -> Iterator[tuple[dict, float]]:
+    """The complete events of a GPU, and of each the microseconds behind the end of those before it. Their sum
+    is the time in which the GPU was not idle.
+
+    Programmatic dependent launch starts a kernel while the one before it still runs, for whose memory it then
+    waits.
+    """
+    end = float("-inf")
+    for event in sorted(events, key=lambda e: (e["ts"], e["dur"])):
+        over = event["ts"] + event["dur"]
+        yield event, max(0.0, over - max(event["ts"], end))
+        end = max(end, over)

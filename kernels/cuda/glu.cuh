@@ -47,7 +47,8 @@ struct SiLU {
 template <class T>
 struct GELU {
   static constexpr float kDensityAt0 = 0.398942280401432678f;  // 1 / sqrt(2 pi)
-  float below, x;                                              // the share of the normal distribution below x
+
+  float below, x;  // the share of the normal distribution below x
   __device__ __forceinline__ explicit GELU(float x) : below(share(x)), x(x) {}
   // For float32 results, the density's Taylor series around 0, integrated, where normcdff is off by more than
   // the rounding of the sum: sum of (-x^2 / 2)^k x / (k! (2 k + 1)).

@@ -2,15 +2,13 @@
 
 import importlib.util
 import os
-import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from suites import PYTEST, note_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "jax"
-PYTEST = sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider"
 VISIBLE = ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2])
 ON_CUDA = {"GANDER_JAX_TESTS": "cuda", "GANDER_TEST": "all", "CUDA_VISIBLE_DEVICES": VISIBLE}
 
@@ -28,6 +26,4 @@ def on_cuda(path):
 def test_on_cuda(job, file, record_property):
     if file == "test_sharding.py" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    assert job.returncode == 0 and " passed" in job.stdout, job.stdout[-6000:]
-    *skipped, last = re.findall(r"^SKIPPED.*|^.* passed.*", job.stdout, re.MULTILINE)
-    record_property("note", "; ".join([f"tests/jax/{file} on cuda: {last.strip('= ')}", *skipped]))
+    record_property("note", note_of(job, f"tests/jax/{file}"))

@@ -69,14 +69,14 @@ def test_providers_compute_the_operator(name, op, dtype):
     assert min(len(results), len(wanted)) >= cases.COMPARED[op].checked
     for got, want in zip(results, wanted, strict=False):
         assert got.shape == want.shape and got.dtype in (inputs[0].dtype, torch.float32)
-        assert (got.double() - want).norm() <= sections._WRONG[cases.DTYPES[dtype]] * want.norm()
+        assert (got.double() - want).norm() <= sections.WRONG[cases.DTYPES[dtype]] * want.norm()
 
 
 @pytest.mark.parametrize("op", cases.PARTS)
 def test_parts_that_gander_alone_has(op):
     inputs = inputs_of(op, torch.float32)
     got = cases.provider("gander").operators[op](*inputs)()
-    assert sections._distance(op, inputs, got, 5) < sections._WRONG[torch.float32]
+    assert sections._distance(op, inputs, got, 5) < sections.WRONG[torch.float32]
 
 
 @pytest.mark.parametrize("op", cases.COMPARED)
@@ -141,7 +141,7 @@ def test_what_is_written_in_place_is_a_copy():
         name: cases.provider(name).operators["fused_add_rmsnorm"](*inputs) for name in ("torch", "gander")
     }
     for call in calls.values():
-        assert sections._distance("fused_add_rmsnorm", inputs, call(), 3) < sections._WRONG[torch.float16]
+        assert sections._distance("fused_add_rmsnorm", inputs, call(), 3) < sections.WRONG[torch.float16]
         assert sections._distance("fused_add_rmsnorm", inputs, call(), 3) > 0.1  # of the second call
         for _ in range(150):
             results = call()

@@ -76,9 +76,8 @@ def test_values_and_gradients(served, dtype, shape, more, weighted, reduction):
     assert got.dtype == wide
     size = exact.abs() if reduction == "none" else exact.abs() + 1
     extra = size * 2**-21 if wide == SINGLE else size * 1e-14
-    if (
-        served == "cuda" and dtype != wide and "softcap" in more
-    ):  # tanh is off by 2^-23: of lse, and of a logit
+    if served == "cuda" and dtype != wide and "softcap" in more:
+        # tanh is off by 2^-23: that of lse, and that of the target's logit.
         extra = extra + 2 * 2**-23 * more["softcap"] / more.get("temperature", 1.0)
     assert_accurate(got, single, exact, "loss", extra=extra)
     # The terms of dx cancel where p is near w / W.

@@ -39,24 +39,20 @@ def breakdown(events: Iterable[dict], steps: int) -> dict:
 
     events: those of a Chrome trace.
     """
-    found = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: (e["ts"], e["dur"]))
+    found = [e for e in events if e.get("cat") in _ON_GPU]
     if not found:
         return {}
-    us, named, end = dict.fromkeys(PARTS, 0.0), Counter(), float("-inf")
-    for event in found:
-        # Programmatic dependent launch starts a kernel while the one before it still runs, for whose memory
-        # it then waits. So a kernel begins where the kernels before it end. The sum over all kernels is then
-        # the time in which the GPU was not idle, each moment of it counted once.
-        begin, over = max(event["ts"], end), event["ts"] + event["dur"]
-        us[part_of(event["name"])] += max(0.0, over - begin)
-        named[event["name"]] += max(0.0, over - begin)
-        end = max(end, over)
+    us, named = dict.fromkeys(PARTS, 0.0), Counter()
+    for event, alone in trace.without_overlap(found):
+        part = part_of(event["name"])
+        us[part] += alone
+        if part not in ("attention", "products"):
+            named[f"{part}: {event['name'][:160]}"] += alone
     attention = {event["name"] for event in found if part_of(event["name"]) == "attention"}
-    around = [(n, us) for n, us in named.most_common() if part_of(n) not in ("attention", "products")]
     return {
         "kernels_ms": {part: round(total / steps / 1e3, 4) for part, total in us.items()},
         "attention_kernels": sorted(name[:200] for name in attention),
-        "largest_ms": {f"{part_of(n)}: {n[:160]}": round(us / steps / 1e3, 4) for n, us in around[:16]},
+        "largest_ms": {name: round(took / steps / 1e3, 4) for name, took in named.most_common(16)},
     }
 
 

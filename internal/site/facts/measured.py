@@ -117,13 +117,15 @@ def beside_xla(file: str = JAX) -> str:
     """A table of how many times as fast as programs that XLA fuses gander.jax is."""
     found, rows = report.of(records_of(file), "jax"), []
     for op in report.unique(r["op"] for r in found):
-        speeds = {}
-        for r in found:
-            if r["op"] == op and (speed := report.times_as_fast(r, "xla")) is not None:
-                speeds[speed] = f"{r['m']} x {r['n']}"
-        worst = min(speeds)
-        mean = statistics.geometric_mean(speeds)
-        rows.append([report.TITLES[op], str(len(speeds)), f"{mean:.2f}", f"{worst:.2f}", speeds[worst]])
+        mine = [r for r in found if r["op"] == op]
+        speeds = [
+            (speed, f"{r['m']} x {r['n']}")
+            for r in mine
+            if (speed := report.times_as_fast(r, "xla")) is not None
+        ]
+        worst, where = min(speeds)
+        mean = statistics.geometric_mean(speed for speed, _ in speeds)
+        rows.append([report.TITLES[op], str(len(speeds)), f"{mean:.2f}", f"{worst:.2f}", where])
     note = f"{card(file)}, {found[-1]['dtype']}, jax {found[-1]['versions']['jax']}. {named(file)}"
     return table_of(["program", "shapes", "times XLA's speed", "least", "at"], rows, note)
 

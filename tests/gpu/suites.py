@@ -1,0 +1,13 @@
+"""Other folders of tests, which a job runs on CUDA."""
+
+import re
+import sys
+
+PYTEST = sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider"
+
+
+def note_of(job, file):
+    """Asserts that tests of a file passed. Returns how many, and which were skipped."""
+    assert job.returncode == 0 and " passed" in job.stdout, job.stdout[-6000:]
+    *skipped, last = re.findall(r"^SKIPPED.*|^.* passed.*", job.stdout, re.MULTILINE)
+    return "; ".join([f"{file} on cuda: {last.strip('= ')}", *skipped])
