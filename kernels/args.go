@@ -252,6 +252,8 @@ type QKNormRotaryArgs struct {
 	DQWeightType, DKWeightType int32
 	PartialRows                int32
 	Lanes                      int32 // threads that share a head, a power of two
+	QParts                     int32 // of HeadsPerThread heads or less; Groups is those of q and k
+	HeadsPerThread             int32
 	RoundNormalized            int32
 	Eps, WeightOffset, InvN    float32
 }

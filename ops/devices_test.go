@@ -39,15 +39,15 @@ func TestExplainHeads(t *testing.T) {
 		t             dlpack.DType
 		device, lines string
 	}{
-		{"rotary_forward", 40, 128, dlpack.BFloat16, "h100", "pairs are independent: a thread for 4 heads\n" +
-			"rotate_elementwise_bfloat16_256x4: 2560 CTAs of 256 threads"},
+		{"rotary_forward", 40, 128, dlpack.BFloat16, "h100", "pairs are independent: a thread for 2 heads\n" +
+			"rotate_elementwise_bfloat16_256x2: 5120 CTAs of 256 threads"},
 		{"rotary_backward", 41, 126, dlpack.Float32, "a100", "pairs are independent: a thread for 4 heads\n" +
 			"rotate_elementwise_float32_256x4_unaligned: 22176 CTAs of 256 threads"},
 		{"qk_norm_rotary_forward", 40, 128, dlpack.Float16, "h100", "the lanes of a warp hold a head\n" +
 			"qk_norm_rotate_elementwise_float16_256x4: 2560 CTAs of 256 threads"},
 		{"qk_norm_rotary_backward", 40, 128, dlpack.BFloat16, "h100", "the lanes of a warp hold a head\n" +
-			"qk_norm_rotate_backward_elementwise_bfloat16_256x1: 264 CTAs of 256 threads\n" +
-			"qk_norm_weights_finish_bfloat16_256x1_unaligned: 32 CTAs of 256 threads\n" +
+			"qk_norm_rotate_backward_elementwise_bfloat16_256x4: 264 CTAs of 256 threads\n" +
+			"qk_norm_weights_finish_bfloat16_256x1_unaligned: 8 CTAs of 256 threads\n" +
 			"270336 bytes of scratch memory"},
 	} {
 		text, err := ExplainHeads(c.op, 8192, c.heads, c.n, c.t, host, c.device)

@@ -276,7 +276,7 @@ func ExplainHeads(op string, tokens, heads, n int64, dtype dlpack.DType, d dlpac
 	}
 	items := itemsOf(n, rotated, size)
 	if r = rotateRequest(r, tokens, heads, items); normalized {
-		r = normalizeRequest(r, tokens, heads, items, n)
+		r = normalizeRequest(r, tokens, heads, 0, items, n)
 	}
 	if name != "" {
 		return explainPlan(facts, r)

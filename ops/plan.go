@@ -21,6 +21,8 @@ type request struct {
 	norm    normOperands
 	m, n    int64
 
+	qHeads, kHeads int64 // QKNormRotate
+
 	wideWeights bool // RMSNorm forward: weights of float32 for 16-bit rows
 }
 
@@ -43,7 +45,9 @@ type plan struct {
 	parts          int32 // Elementwise: rows or chunks that CTAs take in turns
 	rowsPerCTA     int32 // Elementwise: rows of a CTA
 	partials       int32 // rows of partial dw
-	groups         int32 // Rotate: threads that share the heads of an item
+	groups         int32 // Rotate: threads that share the heads of an item. QKNormRotate: those of a token
+	qParts         int32 // QKNormRotate: groups that have heads of q
+	headsPerThread int32 // QKNormRotate: at most
 	singleCTATotal bool  // the only CTA makes the total as well
 	scratch        scratch
 	taken          Algorithm   // the one whose regime this is, where the op has several

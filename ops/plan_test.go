@@ -147,13 +147,19 @@ func everyHead(f func(request)) {
 			for _, layout := range []policy.Layout{policy.Aligned, policy.MixedOffsets} {
 				for _, m := range []int64{1, 1000, 8192 * 40 * 16, 1 << 30} {
 					for _, n := range []int64{1, 40, 128, 512} {
-						r := request{op: op, x: x, layout: layout, m: m, n: n}
-						f(r)
-						if op == kernels.QKNormRotateBackward {
-							r.dw = true
+						if op == kernels.Rotate {
+							f(request{op: op, x: x, layout: layout, m: m, n: n})
+							continue
+						}
+						for _, heads := range [][2]int64{{1, 0}, {32, 8}, {7, 3}, {1 << 16, 5}} {
+							r := request{op: op, x: x, layout: layout, m: m, n: n, qHeads: heads[0], kHeads: heads[1]}
 							f(r)
-							r.m = 0
-							f(r)
+							if op == kernels.QKNormRotateBackward {
+								r.dw = true
+								f(r)
+								r.m = 0
+								f(r)
+							}
 						}
 					}
 				}
@@ -529,11 +535,18 @@ func requireHeadsCovered(test *testing.T, r request, p *plan, v *kernels.Variant
 	case kernels.Rotate:
 		require.GreaterOrEqual(t, int64(p.groups)*int64(v.Vectors), r.n, what)
 		require.GreaterOrEqual(t, threads, r.m*int64(p.groups), what)
-	case kernels.QKNormRotate:
-		require.GreaterOrEqual(t, threads*int64(v.Vectors), r.m, what)
-	case kernels.QKNormRotateBackward: // its CTAs take turns
+	case kernels.QKNormRotate, kernels.QKNormRotateBackward:
+		groups, heads := int64(p.groups), int64(p.headsPerThread)
+		require.GreaterOrEqual(t, int64(p.qParts)*heads, r.qHeads, what)
+		require.GreaterOrEqual(t, (groups-int64(p.qParts))*heads, r.kHeads, what)
 		require.EqualValues(t, ctas, p.partials, what)
-		require.LessOrEqual(t, threads*int64(v.Vectors)-int64(v.Threads*v.Vectors), r.m, what)
+		if r.op == kernels.QKNormRotate {
+			require.LessOrEqual(t, heads, int64(v.Vectors), what)
+			require.GreaterOrEqual(t, threads, r.m*groups, what)
+		} else { // its CTAs take turns, and a thread keeps its part
+			require.Less(t, threads-int64(v.Threads), r.m*groups, what)
+			require.GreaterOrEqual(t, threads, min(r.m, lanesPerWarp)*groups, what)
+		}
 	}
 }
 

@@ -86,19 +86,21 @@ func (c *Call) qkNormRotary(ordinal int32, r kernels.QKNormRotary) error {
 	}
 	lanes := lanesFor(int64(rotation.Items))
 	k, err := c.start(ordinal, normalizeRequest(request{op: op, x: r.Q.DType, layout: layout, dw: sums},
-		r.Tokens(), int64(rotation.Heads), int64(rotation.Items), r.Q.Cols))
+		r.Tokens(), r.Q.Heads, int64(rotation.Heads)-r.Q.Heads, int64(rotation.Items), r.Q.Cols))
 	if err != nil {
 		return err
 	}
 	defer k.finish()
+	rotation.Groups = k.plan.groups
 	args := kernels.QKNormRotaryArgs{
 		RotaryArgs: rotation, DQOut: input(r.DQOut.Data), DKOut: input(r.DKOut.Data),
 		DQOutStrides: headStrides(&r.DQOut), DKOutStrides: headStrides(&r.DKOut), QWeight: input(r.QWeight.Data),
 		KWeight: input(r.KWeight.Data), DQWeight: output(r.DQWeight.Data), DKWeight: output(r.DKWeight.Data),
 		QWeightType: int32(r.QWeight.DType), KWeightType: int32(r.KWeight.DType),
 		DQWeightType: int32(r.DQWeight.DType), DKWeightType: int32(r.DKWeight.DType),
-		PartialRows: k.plan.partials, Lanes: int32(lanes), RoundNormalized: bit(r.RoundNormalized),
-		Eps: float32(r.Eps), WeightOffset: float32(r.WeightOffset), InvN: float32(1 / float64(r.Q.Cols)),
+		PartialRows: k.plan.partials, Lanes: int32(lanes), QParts: k.plan.qParts,
+		HeadsPerThread: k.plan.headsPerThread, RoundNormalized: bit(r.RoundNormalized), Eps: float32(r.Eps),
+		WeightOffset: float32(r.WeightOffset), InvN: float32(1 / float64(r.Q.Cols)),
 	}
 	if sums {
 		args.Partials = k.at(k.plan.scratch.dwPartial)
@@ -112,29 +114,42 @@ func lanesFor(items int64) int64 {
 }
 
 // normalizeRequest completes the request of a call of some tokens.
-func normalizeRequest(r request, tokens, heads, items, columns int64) request {
-	r.m, r.n = tokens*heads*lanesFor(items), columns
+func normalizeRequest(r request, tokens, qHeads, kHeads, items, columns int64) request {
+	r.m, r.n, r.qHeads, r.kHeads = tokens*lanesFor(items), columns, qHeads, kHeads
 	return r
 }
 
-// byLanes appends what normalizes and rotates heads. The request has as M the threads of all heads, and as N
-// the columns. Backward's grid is persistent, so that few CTAs have sums of the weights' gradients.
+// byLanes appends what normalizes and rotates heads. The request has as M the threads of a head of all tokens,
+// and as N the columns. A thread has heads of q or of k alone, so that it needs one weight, and fewer while all
+// threads fit on the device at once. Backward's grid is persistent, so that few CTAs have sums of the weights'
+// gradients.
 func (q *query) byLanes(p *plan) {
 	p.why = "the lanes of a warp hold a head"
-	if q.m > 0 {
-		v := q.chunkKernel(kernels.Elementwise)
-		grid := ceil(q.m, int64(v.Threads*v.Vectors))
-		if q.op == kernels.QKNormRotateBackward {
-			grid = min(grid, q.resident(v, 1))
-		}
-		p.partials = int32(grid)
-		q.add(p, v, grid, 1, 0)
+	if q.m == 0 {
+		return
 	}
+	v := q.chunkKernel(kernels.Elementwise)
+	all := q.resident(v, 1) * int64(v.Threads)
+	perThread, backward := int64(v.Vectors), q.op == kernels.QKNormRotateBackward
+	parts := func(perThread int64) int64 { return ceil(q.qHeads, perThread) + ceil(q.kHeads, perThread) }
+	for perThread > 1 && q.m*parts(perThread)*2 <= all {
+		perThread /= 2
+	}
+	for backward && parts(perThread)*lanesPerWarp > all { // a thread keeps its part: the grid has all of a token
+		perThread *= 2
+	}
+	grid := ceil(q.m*parts(perThread), int64(v.Threads))
+	if backward {
+		grid = min(grid, q.resident(v, 1))
+	}
+	p.partials, p.groups = int32(grid), int32(parts(perThread))
+	p.qParts, p.headsPerThread = int32(ceil(q.qHeads, perThread)), int32(perThread)
+	q.add(p, v, grid, 1, 0)
 }
 
 // sumHeads appends what sums the weights' gradients of CTAs.
 func (q *query) sumHeads(p *plan) {
 	p.scratch.dwPartial = p.scratch.take(int64(p.partials) * 2 * q.n * 4)
 	v := kernelsOf[kernelKey{op: kernels.QKNormWeights, shape: kernels.Finish, x: q.x, unaligned: true}][0]
-	q.add(p, v, ceil(2*q.n, int64(v.Threads/lanesPerWarp)), 1, 0)
+	q.add(p, v, ceil(2*q.n, lanesPerWarp), 1, 0)
 }

@@ -11,6 +11,13 @@
 
 namespace gander {
 
+// 2^x by the hardware.
+__device__ __forceinline__ float quick_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A mapped logit, and on request the derivative. Nothing contracts with what comes after, so that a logit has
 // the same bits wherever it is mapped. Increasing: the mapped maximum is the maximum of what is mapped.
 template <class T>
@@ -30,8 +37,8 @@ struct MappedLogit {
       // tanh(u) = 1 - 2 r, by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a
       // small result.
       constexpr float kTwiceLog2E = 2.885390081777926814f;
-      float e, r;  // exp(2 u), 1 / (1 + exp(2 u))
-      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(a.inner * kTwiceLog2E, x)));
+      float r;  // 1 / (1 + exp(2 u))
+      const float e = quick_exp2(__fmul_rn(a.inner * kTwiceLog2E, x));
       asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
       return MappedLogit(fmaf(-2.f * a.outer, r, a.outer), 4.f * a.outer * a.inner * fmaf(-r, r, r));
     }
@@ -40,6 +47,70 @@ struct MappedLogit {
  private:
   __device__ __forceinline__ MappedLogit(float value, float derivative)
       : value(value), derivative(derivative) {}
+};
+
+// A vector of 16-bit logits, mapped. Its exponentials and derivatives may be off those of MappedLogit by a
+// few bits of float32, so that of the element that has the maximum may be off 1.
+template <int E, bool Capped>
+struct MappedVector {
+  static constexpr float kLog2E = 1.4426950408889634f;
+  float x[E];
+  __device__ __forceinline__ MappedVector(const GeneralCrossEntropyArgs& a, const float (&x)[E]) {
+#pragma unroll
+    for (int j = 0; j < E; j++) this->x[j] = x[j];
+  }
+  __device__ __forceinline__ float z(const GeneralCrossEntropyArgs& a, int j) const {
+    return __fmul_rn(a.outer, x[j]);
+  }
+  // exp(z - reference).
+  __device__ __forceinline__ float exponential(const GeneralCrossEntropyArgs& a, float reference,
+                                               int j) const {
+    return quick_exp2(fmaf(a.outer, x[j], -reference) * kLog2E);
+  }
+  // The derivative is that of all elements times that of one.
+  __device__ __forceinline__ static float derivative(const GeneralCrossEntropyArgs& a) { return a.outer; }
+  __device__ __forceinline__ float derivative(int) const { return 1.f; }
+  __device__ __forceinline__ void omit(int j) { x[j] = -kInfinity; }
+};
+
+// Below a cap: r of MappedLogit, of which z is outer - 2 outer r. Four share one reciprocal: 1 / a = b c d /
+// (a b c d). The hardware's exponential and reciprocal are what limits kernels, at 16 a cycle. Beyond 2^30 of
+// a number r makes no difference, and the product of four stays finite.
+template <int E>
+struct MappedVector<E, true> {
+  static constexpr float kLog2E = 1.4426950408889634f;
+  float r[E];
+  __device__ __forceinline__ MappedVector(const GeneralCrossEntropyArgs& a, const float (&x)[E]) {
+    static_assert(E % 4 == 0);
+#pragma unroll
+    for (int i = 0; i < E; i += 4) {
+      float d[4], share;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float u;  // NaN stays
+        asm("min.NaN.f32 %0, %1, %2;"
+            : "=f"(u)
+            : "f"(__fmul_rn(a.inner * 2.f * kLog2E, x[i + j])), "f"(30.f));
+        d[j] = 1.f + quick_exp2(u);
+      }
+      const float ab = d[0] * d[1], cd = d[2] * d[3];
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(ab * cd));
+      const float of_ab = share * cd, of_cd = share * ab;
+      r[i] = of_ab * d[1], r[i + 1] = of_ab * d[0], r[i + 2] = of_cd * d[3], r[i + 3] = of_cd * d[2];
+    }
+  }
+  __device__ __forceinline__ float z(const GeneralCrossEntropyArgs& a, int j) const {
+    return fmaf(-2.f * a.outer, r[j], a.outer);
+  }
+  __device__ __forceinline__ float exponential(const GeneralCrossEntropyArgs& a, float reference,
+                                               int j) const {
+    return quick_exp2(fmaf(-2.f * kLog2E * a.outer, r[j], (a.outer - reference) * kLog2E));
+  }
+  __device__ __forceinline__ static float derivative(const GeneralCrossEntropyArgs& a) {
+    return 4.f * a.outer * a.inner;
+  }
+  __device__ __forceinline__ float derivative(int j) const { return fmaf(-r[j], r[j], r[j]); }
+  __device__ __forceinline__ void omit(int j) { r[j] = kInfinity; }
 };
 
 // Maps a vector, and calls take(j, mapped) for each element. One branch serves all of them.
@@ -161,16 +232,42 @@ struct GeneralGradient {
     if (share < 0.25f) g.of_max = fmaf(-own, share, rest * p) - g.others * label.weight;
     return g;
   }
+  // scaled and smoothed: factor and summand of exp(z - max), both times what derivatives have in common.
+  template <bool Capped, int E>
+  __device__ __forceinline__ void map_vector(const GeneralCrossEntropyArgs& a, const float (&x)[E],
+                                             float scaled, const float (&smoothed)[E], float (&dx)[E]) const {
+    const MappedVector<E, Capped> z(a, x);
+#pragma unroll
+    for (int j = 0; j < E; j++) dx[j] = fmaf(z.exponential(a, max, j), scaled, smoothed[j]) * z.derivative(j);
+  }
   template <class T, bool Unaligned, int E, class View>
   __device__ __forceinline__ void map(const GeneralCrossEntropyArgs& a, int64_t target, const float (&x)[E],
                                       const View& p, int e, float (&dx)[E]) const {
     const bool nothing = scale == 0.f && others == 0.f;
+    const float by = sizeof(T) == 4   ? 1.f
+                     : a.inner == 0.f ? MappedVector<E, false>::derivative(a)
+                                      : MappedVector<E, true>::derivative(a);
     float w[E] = {};
-    if (a.label_smoothing != 0.f) load_class_weights<Unaligned>(a, p, e, w);
-    map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
-      const float v = fmaf(-others, w[j], __fmul_rn(exp_difference<T>(z.value, max), scale));
-      dx[j] = nothing ? 0.f : v * z.derivative;
-    });
+    if (a.label_smoothing != 0.f) {
+      load_class_weights<Unaligned>(a, p, e, w);
+#pragma unroll
+      for (int j = 0; j < E; j++) w[j] *= -others * by;
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (nothing) {
+#pragma unroll
+        for (int j = 0; j < E; j++) dx[j] = 0.f;
+      } else if (a.inner == 0.f) {
+        map_vector<false>(a, x, scale * by, w, dx);
+      } else {
+        map_vector<true>(a, x, scale * by, w, dx);
+      }
+    } else {
+      map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
+        const float v = fmaf(exp_difference<T>(z.value, max), scale, w[j]);
+        dx[j] = nothing ? 0.f : v * z.derivative;
+      });
+    }
     const unsigned j = position_in_view(target, p.origin) - e;
     if (j >= E || own == 0.f) return;
     float logit = 0.f;
@@ -236,21 +333,62 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
     const bool adds_max = high > st.m;
     st.rebase(fmaxf(st.m, high));
     const float r = State::reference(st.m);
+    if constexpr (sizeof(T) == 2) {
+      const float highest = high == st.m ? tile_max(T(), tile.a) : kNaN;
+      if (a.inner == 0.f) accumulate_vectors<false>(a, st, tile, p, e, step, highest, r, ones);
+      else accumulate_vectors<true>(a, st, tile, p, e, step, highest, r, ones);
+    } else {
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      float x[E], z[E], sum = 0.f, count = 0.f;  // see MaxSum::exponentials
-      tile.get_a(i, x);
-      map_logits<T>(a, p, e + i * step, x, z);
+      for (int i = 0; i < V; i++) {
+        float x[E], z[E], sum = 0.f, count = 0.f;  // see MaxSum::exponentials
+        tile.get_a(i, x);
+        map_logits<T>(a, p, e + i * step, x, z);
 #pragma unroll
-      for (int j = 0; j < E; j++) {
-        const bool has_max = z[j] == r;
-        sum += has_max ? 0.f : exp_difference<T>(z[j], r);
-        count += has_max ? 1.f : 0.f;
+        for (int j = 0; j < E; j++) {
+          const bool has_max = z[j] == r;
+          sum += has_max ? 0.f : exp_difference<T>(z[j], r);
+          count += has_max ? 1.f : 0.f;
+        }
+        st.others += sum, ones += count;
+        if (a.label_smoothing != 0.f) add_depth<Tile::kUnaligned>(a, st, p, e + i * step, z, r);
       }
-      st.others += sum, ones += count;
-      if (a.label_smoothing != 0.f) add_depth<Tile::kUnaligned>(a, st, p, e + i * step, z, r);
     }
     if (st.m > -kInfinity) st.others += ones - (adds_max ? 1.f : 0.f);
+  }
+  // 16-bit logits, of which those that are `highest` have the maximum.
+  template <bool Capped, class Tile, class View>
+  __device__ __forceinline__ static void accumulate_vectors(const Args& a, State& st, const Tile& tile,
+                                                            const View& p, int e, int step, float highest,
+                                                            float r, float& ones) {
+    constexpr int E = kElements<T>;
+    constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int first = e + i * step;
+      float x[E], sum = 0.f;
+      tile.get_a(i, x);
+      MappedVector<E, Capped> z(a, x);
+      if (first < p.bounds.lo || first + E > p.bounds.hi) {
+#pragma unroll
+        for (int j = 0; j < E; j++)
+          if (first + j < p.bounds.lo || first + j >= p.bounds.hi) x[j] = kNaN, z.omit(j);
+      }
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const bool has_max = x[j] == highest;
+        sum += has_max ? 0.f : z.exponential(a, r, j);
+        if (has_max) count++;
+      }
+      st.others += sum;
+      if (a.label_smoothing != 0.f) {
+        float mapped[E];
+#pragma unroll
+        for (int j = 0; j < E; j++) mapped[j] = z.z(a, j);
+        add_depth<Tile::kUnaligned>(a, st, p, first, mapped, r);
+      }
+    }
+    ones = static_cast<float>(count);
   }
   // The maximum of a tile's mapped logits. A cap makes -inf finite, and what is out of bounds stays -inf.
   template <int V, class Tile, class View>

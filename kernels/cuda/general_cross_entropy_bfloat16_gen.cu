@@ -24,6 +24,6 @@ KERNEL(general_cross_entropy_forward_dx_partial_bfloat16_256x2_unaligned, 256, 4
 KERNEL(general_cross_entropy_forward_dx_apply_bfloat16_256x4, 256, 4, apply_body<GeneralCrossEntropyForward<bf16, true>, 4, false>)
 KERNEL(general_cross_entropy_forward_dx_apply_bfloat16_256x2_unaligned, 256, 4, apply_body<GeneralCrossEntropyForward<bf16, true>, 2, true>)
 KERNEL(general_cross_entropy_backward_elementwise_bfloat16_256x4, 256, 4, elementwise_body<GeneralCrossEntropyBackward<bf16>, 4, false>)
-KERNEL(general_cross_entropy_backward_elementwise_bfloat16_256x2_unaligned, 256, 4, elementwise_body<GeneralCrossEntropyBackward<bf16>, 2, true>)
+KERNEL(general_cross_entropy_backward_elementwise_bfloat16_256x2_unaligned, 256, 3, elementwise_body<GeneralCrossEntropyBackward<bf16>, 2, true>)
 KERNEL(class_weights_finish_bfloat16_1024x1_unaligned, 1024, 1, class_weights<1024, false>)
 KERNEL(class_weights_finish_bfloat16_1024x1_unaligned_cluster, 1024, 1, class_weights<1024, true>)

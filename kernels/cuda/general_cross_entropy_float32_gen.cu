@@ -24,6 +24,6 @@ KERNEL(general_cross_entropy_forward_dx_partial_float32_256x2_unaligned, 256, 4,
 KERNEL(general_cross_entropy_forward_dx_apply_float32_256x4, 256, 4, apply_body<GeneralCrossEntropyForward<f32, true>, 4, false>)
 KERNEL(general_cross_entropy_forward_dx_apply_float32_256x2_unaligned, 256, 4, apply_body<GeneralCrossEntropyForward<f32, true>, 2, true>)
 KERNEL(general_cross_entropy_backward_elementwise_float32_256x4, 256, 4, elementwise_body<GeneralCrossEntropyBackward<f32>, 4, false>)
-KERNEL(general_cross_entropy_backward_elementwise_float32_256x2_unaligned, 256, 4, elementwise_body<GeneralCrossEntropyBackward<f32>, 2, true>)
+KERNEL(general_cross_entropy_backward_elementwise_float32_256x2_unaligned, 256, 3, elementwise_body<GeneralCrossEntropyBackward<f32>, 2, true>)
 KERNEL(class_weights_finish_float32_1024x1_unaligned, 1024, 1, class_weights<1024, false>)
 KERNEL(class_weights_finish_float32_1024x1_unaligned_cluster, 1024, 1, class_weights<1024, true>)

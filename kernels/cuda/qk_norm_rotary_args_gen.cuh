@@ -20,11 +20,13 @@ struct QKNormRotaryArgs : RotaryArgs {
   int32_t dk_weight_type;
   int32_t partial_rows;
   int32_t lanes;
+  int32_t q_parts;
+  int32_t heads_per_thread;
   int32_t round_normalized;
   float eps;
   float weight_offset;
   float inv_n;
 };
-static_assert(sizeof(QKNormRotaryArgs) == 432, "the layout is Go's");
+static_assert(sizeof(QKNormRotaryArgs) == 440, "the layout is Go's");
 
 }  // namespace gander

@@ -8,6 +8,6 @@ using namespace gander;
 
 KERNEL(qk_norm_rotate_elementwise_bfloat16_256x4, 256, 2, qk_norm_rotate_body<bf16, 4, false>)
 KERNEL(qk_norm_rotate_elementwise_bfloat16_256x1_unaligned, 256, 2, qk_norm_rotate_body<bf16, 1, true>)
-KERNEL(qk_norm_rotate_backward_elementwise_bfloat16_256x1, 256, 2, qk_norm_rotate_backward_body<bf16, false>)
-KERNEL(qk_norm_rotate_backward_elementwise_bfloat16_256x1_unaligned, 256, 1, qk_norm_rotate_backward_body<bf16, true>)
+KERNEL(qk_norm_rotate_backward_elementwise_bfloat16_256x4, 256, 2, qk_norm_rotate_backward_body<bf16, false>)
+KERNEL(qk_norm_rotate_backward_elementwise_bfloat16_256x4_unaligned, 256, 1, qk_norm_rotate_backward_body<bf16, true>)
 KERNEL(qk_norm_weights_finish_bfloat16_256x1_unaligned, 256, 4, qk_norm_weights_body)

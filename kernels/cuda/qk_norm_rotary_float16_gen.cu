@@ -8,6 +8,6 @@ using namespace gander;
 
 KERNEL(qk_norm_rotate_elementwise_float16_256x4, 256, 2, qk_norm_rotate_body<f16, 4, false>)
 KERNEL(qk_norm_rotate_elementwise_float16_256x1_unaligned, 256, 2, qk_norm_rotate_body<f16, 1, true>)
-KERNEL(qk_norm_rotate_backward_elementwise_float16_256x1, 256, 2, qk_norm_rotate_backward_body<f16, false>)
-KERNEL(qk_norm_rotate_backward_elementwise_float16_256x1_unaligned, 256, 1, qk_norm_rotate_backward_body<f16, true>)
+KERNEL(qk_norm_rotate_backward_elementwise_float16_256x4, 256, 2, qk_norm_rotate_backward_body<f16, false>)
+KERNEL(qk_norm_rotate_backward_elementwise_float16_256x4_unaligned, 256, 1, qk_norm_rotate_backward_body<f16, true>)
 KERNEL(qk_norm_weights_finish_float16_256x1_unaligned, 256, 4, qk_norm_weights_body)

@@ -8,6 +8,6 @@ using namespace gander;
 
 KERNEL(qk_norm_rotate_elementwise_float32_256x2, 256, 2, qk_norm_rotate_body<f32, 2, false>)
 KERNEL(qk_norm_rotate_elementwise_float32_256x1_unaligned, 256, 2, qk_norm_rotate_body<f32, 1, true>)
-KERNEL(qk_norm_rotate_backward_elementwise_float32_256x1, 256, 2, qk_norm_rotate_backward_body<f32, false>)
-KERNEL(qk_norm_rotate_backward_elementwise_float32_256x1_unaligned, 256, 1, qk_norm_rotate_backward_body<f32, true>)
+KERNEL(qk_norm_rotate_backward_elementwise_float32_256x4, 256, 2, qk_norm_rotate_backward_body<f32, false>)
+KERNEL(qk_norm_rotate_backward_elementwise_float32_256x4_unaligned, 256, 1, qk_norm_rotate_backward_body<f32, true>)
 KERNEL(qk_norm_weights_finish_float32_256x1_unaligned, 256, 4, qk_norm_weights_body)

@@ -11,16 +11,26 @@
 
 namespace gander {
 
-// E numbers from element e on: whole vectors if E is more than 1.
-template <int E>
-__device__ __forceinline__ void load_numbers(const void* p, int32_t type, int64_t e, float (&f)[E]) {
-  const auto from = [&](auto* typed) {
-    if constexpr (E == 1) f[0] = to_float(typed[e]);
-    else load_aligned(typed + e, f);
-  };
-  if (type == kBFloat16) from(static_cast<const bf16*>(p));
-  else if (type == kFloat16) from(static_cast<const f16*>(p));
-  else from(static_cast<const f32*>(p));
+// Calls with(p), p with the type of its numbers. One branch for all that a thread loads: loads in branches of
+// their own would wait for each other.
+template <class With>
+__device__ __forceinline__ void with_type(const void* p, int32_t type, const With& with) {
+  if (type == kBFloat16) with(static_cast<const bf16*>(p));
+  else if (type == kFloat16) with(static_cast<const f16*>(p));
+  else with(static_cast<const f32*>(p));
+}
+
+// E numbers: whole vectors if E is more than 1.
+template <class S, int E>
+__device__ __forceinline__ void load_numbers(const S* p, float (&f)[E]) {
+  if constexpr (E == 1) f[0] = to_float(*p);
+  else load_aligned(p, f);
+}
+
+// a / b of what is not negative. 64 bits take five times as long as 32.
+__device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+  if ((a | b) >> 32) return a / b;
+  return static_cast<unsigned>(a) / static_cast<unsigned>(b);
 }
 
 // The elements of two vectors a and b, in pairs: those with the same index, or adjacent ones, which then are
@@ -57,20 +67,13 @@ struct PartOfToken {
   int64_t token, sequence, in_sequence;
   int part;
   bool there;
-  __device__ __forceinline__ PartOfToken(const RotaryArgs& args, int64_t index, unsigned per_token) {
-    if (index >> 32) token = index / per_token;  // a division of 64 bits takes five times as long
-    else token = static_cast<unsigned>(index) / per_token;
+  __device__ __forceinline__ PartOfToken(const RotaryArgs& args, int64_t index, int per_token) {
+    token = quotient(index, per_token);
     there = token < args.total;
     if (!there) token = 0;
     part = static_cast<int>(index - token * per_token);
-    sequence = token / args.tokens;
+    sequence = quotient(token, args.tokens);
     in_sequence = token - sequence * args.tokens;
-  }
-  // The next part, of the next token behind the last part of one.
-  __device__ __forceinline__ void advance(const RotaryArgs& args, int per_token) {
-    if (++part < per_token) return;
-    part = 0, there = there && ++token < args.total;
-    if (++in_sequence == args.tokens) in_sequence = 0, sequence++;
   }
   __device__ __forceinline__ int64_t at(const HeadStrides& s, int head) const {
     return sequence * s.sequence + in_sequence * s.token + head * s.head;
@@ -119,18 +122,15 @@ __device__ __forceinline__ Rotation<E> rotation_at(const RotaryArgs& args, Place
   }
   const int64_t cos = place.sequence * args.cos_sequence + row * args.cos_row;
   const int64_t sin = place.sequence * args.sin_sequence + row * args.sin_row;
-  if (args.per_element) {
-    load_numbers(args.cos, args.cos_type, cos + first, r.c1);
-    load_numbers(args.cos, args.cos_type, cos + second, r.c2);
-    load_numbers(args.sin, args.cos_type, sin + first, r.s1);
-    load_numbers(args.sin, args.cos_type, sin + second, r.s2);
-    if (args.interleaved) adjacent_as_pairs(r.c1, r.c2), adjacent_as_pairs(r.s1, r.s2);
-  } else {
-    load_numbers(args.cos, args.cos_type, cos + pair, r.c1);
-    load_numbers(args.sin, args.cos_type, sin + pair, r.s1);
-#pragma unroll
-    for (int i = 0; i < E; i++) r.c2[i] = r.c1[i], r.s2[i] = r.s1[i];
-  }
+  // With a number for each pair, `pair` twice: a branch would wait for the first load before the second.
+  if (!args.per_element) first = second = pair;
+  with_type(args.cos, args.cos_type, [&](auto* typed) {
+    const auto* const sines = static_cast<decltype(typed)>(args.sin) + sin;
+    typed += cos;
+    load_numbers(typed + first, r.c1), load_numbers(typed + second, r.c2);
+    load_numbers(sines + first, r.s1), load_numbers(sines + second, r.s2);
+  });
+  if (args.per_element && args.interleaved) adjacent_as_pairs(r.c1, r.c2), adjacent_as_pairs(r.s1, r.s2);
 #pragma unroll
   for (int i = 0; i < E; i++) {
     const float s1 = r.s1[i], s2 = r.s2[i];

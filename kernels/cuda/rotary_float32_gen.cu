@@ -6,5 +6,5 @@ using namespace gander;
 #define KERNEL(name, threads, resident, ...) \
   extern "C" __global__ void __launch_bounds__(threads, resident) name(const __grid_constant__ RotaryArgs args) { __VA_ARGS__(args); }
 
-KERNEL(rotate_elementwise_float32_256x4, 256, 2, rotary_body<f32, 4, false>)
+KERNEL(rotate_elementwise_float32_256x4, 256, 3, rotary_body<f32, 4, false>)
 KERNEL(rotate_elementwise_float32_256x4_unaligned, 256, 2, rotary_body<f32, 4, true>)

@@ -134,6 +134,9 @@ inline void ex2(float& y, float x) {
   y = flush(exp2f(flush(x)));
 }
 inline void reciprocal(float& y, float x) { y = 1 / x; }
+inline void minimum_or_nan(float& y, float a, float b) {
+  y = std::isnan(a) ? a : std::isnan(b) ? b : std::fmin(a, b);
+}
 inline void xor_bits(float& x, uint32_t bits) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof(u));
@@ -201,6 +204,7 @@ inline int __any_sync(unsigned, int predicate) {
   return std::any_of(values, values + 32, [](uint64_t v) { return v != 0; });
 }
 
+inline int __ffs(int v) { return __builtin_ffs(v); }
 template <class T>
 T __ldcg(const T* p) {
   return *p;

@@ -115,8 +115,8 @@ def test_explain_heads():
     half = {"dtype": "bfloat16", "device": "h100"}
     text = gander.explain("rotary", shape=(2, 40, 4096, 128), **half)
     assert text.splitlines() == [
-        "pairs are independent: a thread for 4 heads",
-        "rotate_elementwise_bfloat16_256x4: 2560 CTAs of 256 threads",
+        "pairs are independent: a thread for 2 heads",
+        "rotate_elementwise_bfloat16_256x2: 5120 CTAs of 256 threads",
     ]
     assert gander.explain("rotary_bwd", shape=(40, 8192, 128), **half) == text
     assert gander.explain("apply_rotary_emb", shape=(8192, 40, 128), **half) == text
