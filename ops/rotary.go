@@ -103,6 +103,9 @@ func (c *Call) rotary(ordinal int32, r kernels.Rotary) error {
 	if err != nil {
 		return err
 	}
+	if args.Rotated > 0 && inPlace(&r.Q, &r.QOut) && inPlace(&r.K, &r.KOut) { // what is copied is there
+		args.Items = int32(itemsOf(r.Rotated(), r.Rotated(), vectorOf(r.Q.DType, layout)))
+	}
 	k, err := c.start(ordinal, rotateRequest(request{op: kernels.Rotate, x: r.Q.DType, layout: layout},
 		r.Tokens(), int64(args.Heads), int64(args.Items)))
 	if err != nil {
@@ -111,6 +114,11 @@ func (c *Call) rotary(ordinal int32, r kernels.Rotary) error {
 	defer k.finish()
 	args.Groups = k.plan.groups
 	return k.launch(unsafe.Pointer(&args))
+}
+
+// inPlace tells whether results are written over their operands.
+func inPlace(from, to *kernels.Heads) bool {
+	return from.Data == to.Data && headStrides(from) == headStrides(to)
 }
 
 // rotateRequest completes the request of a call of some tokens.
@@ -125,17 +133,25 @@ func itemsOf(columns, rotated, size int64) int64 {
 	return rotated/2/size + ceil(ceil(columns-rotated, size), 2)
 }
 
+// vectorOf is how many elements a thread loads at once.
+func vectorOf(t kernels.DType, layout policy.Layout) int64 {
+	if layout == policy.Aligned {
+		return 16 / t.Size()
+	}
+	return 1
+}
+
 // rotaryArgs are what kernels take but for what the plan decides.
 func rotaryArgs(r *kernels.Rotary, ofK, aligned bool) (kernels.RotaryArgs, policy.Layout, error) {
 	heads := r.Q.Heads
 	if ofK {
 		heads += r.K.Heads
 	}
-	rotated, size, layout := r.Rotated(), int64(1), policy.MixedOffsets
+	rotated, layout := r.Rotated(), policy.MixedOffsets
 	if aligned {
-		layout, size = policy.Aligned, 16/r.Q.DType.Size()
+		layout = policy.Aligned
 	}
-	items := itemsOf(r.Q.Cols, rotated, size)
+	items := itemsOf(r.Q.Cols, rotated, vectorOf(r.Q.DType, layout))
 	if items*heads > math.MaxInt32 || r.Q.Cols > math.MaxInt32 {
 		return kernels.RotaryArgs{}, layout, errorf(StatusUnsupported,
 			"%d heads of %d columns are more than %d elements; pass fewer at a time", heads, r.Q.Cols, math.MaxInt32)

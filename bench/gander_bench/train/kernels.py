@@ -13,7 +13,7 @@ from .. import trace
 # kernel. Elementwise kernels of torch say what they compute and not for whom: a rotary embedding's sum counts
 # as an addition, and most of an eager norm as "other". A fused kernel of torch.compile counts once.
 _PATTERNS = {
-    "attention": r"flash|fmha|sdpa|attention",
+    "attention": r"flash|fmha|sdpa|attention|cudnn::fusion",
     "products": r"gemm|nvjet|cutlass|cublas|splitk",
     "optimizer": r"multi_tensor_apply|adam",
     "rotary": r"qk_norm|rotate_elementwise|rotary|rope",
