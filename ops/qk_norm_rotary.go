@@ -120,9 +120,9 @@ func normalizeRequest(r request, tokens, qHeads, kHeads, items, columns int64) r
 }
 
 // byLanes appends what normalizes and rotates heads. The request has as M the threads of a head of all
-// tokens, and as N the columns. A thread has heads of q or of k alone, so that it needs one weight, and fewer while
-// all threads fit on the device at once. Backward's grid is persistent, so that few CTAs have sums of the
-// weights' gradients.
+// tokens, and as N the columns. A thread has heads of q or of k alone, so that it needs one weight, and fewer
+// while all threads fit on the device at once. Backward's grid is persistent, so that few CTAs have sums of
+// the weights' gradients.
 func (q *query) byLanes(p *plan) {
 	p.why = "the lanes of a warp hold a head"
 	if q.m == 0 {
