@@ -186,8 +186,7 @@ struct WeightSums {
 };
 
 // The gradients: a persistent grid. A thread always has the same heads, of one token after another, so that
-// it keeps the weights, and sums their gradients of its columns in registers. The CTA's are a row of (CTAs,
-// 2, N).
+// it needs one weight, and sums its gradients in its columns. A CTA adds these to a row of (CTAs, 2, N).
 template <class T, bool Unaligned>
 __device__ __forceinline__ void qk_norm_rotate_backward_body(const QKNormRotaryArgs& args) {
   constexpr int E = Unaligned ? 1 : kElements<T>, P = kItems<T, Unaligned>;
