@@ -224,7 +224,7 @@ func TestPlansCoverTheirRows(t *testing.T) {
 			what := lazy(func() string { return fmt.Sprintf("%s %+v", name, r) })
 			if err != nil {
 				// Only a grid that cannot be: more work than 2^31 CTAs take.
-				require.Greater(t, r.m*r.n, int64(1)<<40, what)
+				require.Greater(t, r.m*max(r.n, r.qHeads+r.kHeads), int64(1)<<40, what)
 				return
 			}
 			requireCovered(t, f, r, p, what)

@@ -569,7 +569,7 @@ static void test_explain(void) {
   CHECK(strstr(text, "rotary_forward of 8 tokens of 40 heads of 128 float16 on cpu"));
   CHECK(gander_explain_heads("rotary_backward", 8192, 40, 128, half, host, "h100", text, sizeof text) ==
         GANDER_OK);
-  CHECK(strstr(text, "rotate_elementwise_float16_256x4: 2560 CTAs of 256 threads"));
+  CHECK(strstr(text, "rotate_elementwise_float16_256x2: 5120 CTAs of 256 threads"));
   REFUSED(gander_explain_heads("softmax_forward", 8, 4, 9, half, host, NULL, text, 9), GANDER_ERROR_OPTION,
           "op is \"softmax_forward\", expected qk_norm_rotary_backward");
   REFUSED(gander_explain_heads("rotary_forward", 8, 0, 9, half, host, NULL, text, 9), GANDER_ERROR_SHAPE,

@@ -150,22 +150,25 @@ var rows = map[kernels.Op]struct {
 
 // expected is the minimum of each count in a variant's code.
 func expected(v *kernels.Variant) (least moves) {
-	op := rows[v.Op]
+	op, vectors := rows[v.Op], v.Vectors
+	if v.Op == kernels.QKNormRotateBackward { // one head after the other
+		vectors = 1
+	}
 	switch v.Shape {
 	case kernels.Ring, kernels.GridCooperative:
 		least.copies = op.reads
 	case kernels.Apply:
 		if op.writes { // otherwise it only combines the results of the Partial kernels
-			least.loads = op.reads * v.Vectors
+			least.loads = op.reads * vectors
 		}
 	case kernels.Finish:
 	case kernels.GridSharedMemory: // a part of the rows is in shared memory
-		least.copies, least.loads = op.reads, op.reads*v.Vectors
+		least.copies, least.loads = op.reads, op.reads*vectors
 	default:
-		least.loads = op.reads * v.Vectors
+		least.loads = op.reads * vectors
 	}
 	if op.writes && v.Shape != kernels.Partial {
-		least.stores = v.Vectors
+		least.stores = vectors
 	}
 	switch v.Shape {
 	case kernels.Finish, kernels.Apply, kernels.Columns: // the launch before has made what they read
@@ -179,7 +182,7 @@ func expected(v *kernels.Variant) (least moves) {
 		least.loads, least.stores = 0, 0
 	case v.Unaligned && v.Shape != kernels.InRegisters && v.Shape != kernels.Lanes:
 		// The second operand may have any type.
-		least.loads = min(least.loads, v.Vectors)
+		least.loads = min(least.loads, vectors)
 	}
 	return least
 }
