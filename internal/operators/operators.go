@@ -45,6 +45,7 @@ type Option struct {
 	Device  bool    // also passed to kernels, as float32
 	Rank    int     // of a Flag: the least rank of the first operand with which it can be set
 	Only    string  // the operator of the group that has it; "": all
+	Varies  bool    // of an Integer: from call to call, so that PyTorch's graphs take any value
 	// The option structs of C grow at their end: fields are in the order of Since, which is 0 for those of the
 	// first release and larger for those of each later one.
 	Since int

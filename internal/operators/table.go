@@ -84,7 +84,7 @@ var (
 	keysOut    = Operand{Name: "k_out", Shape: OtherHeads, DType: Same, Like: "q", Output: true, Optional: true,
 		Needs: "k", Fits: "k", Over: []string{"k"}}
 	rotating = []Option{
-		{Name: "offset", Type: Integer, Doc: "added to the positions of all tokens"},
+		{Name: "offset", Type: Integer, Varies: true, Doc: "added to the positions of all tokens"},
 		{Name: "interleaved", Type: Flag, Doc: "a pair is two adjacent elements, not one of each half"},
 		{Name: "per_element", Type: Flag,
 			Doc: "cos and sin have a number for each element of the part that is rotated, not for each pair"},

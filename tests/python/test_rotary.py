@@ -205,6 +205,25 @@ def test_compiled(backend):
     assert torch.equal(torch.autograd.grad(alone(q, k).sum(), k)[0], want)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_graphs_take_any_offset(backend):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, (cos, sin) = queries(4, torch.float32).detach().transpose(1, 2).requires_grad_(), tables(30, 32)
+
+    def rotate(x, offset):
+        return gander.apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
+
+    compiled, upstream = torch.compile(rotate, fullgraph=True, backend=backend), torch.randn_like(x)
+    for offset in range(2, 9):
+        want, got = rotate(x, offset), compiled(x, offset)
+        assert torch.equal(got, want)
+        assert torch.equal(*(torch.autograd.grad(y, x, upstream)[0] for y in (got, want)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of the first offset, and of any
+    with pytest.raises(RuntimeError, match="cos has 30 positions, expected those of the tokens"):
+        compiled(x, 29)
+
+
 def test_exported():
     class Rotate(torch.nn.Module):
         def forward(self, q, k, cos, sin):

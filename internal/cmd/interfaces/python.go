@@ -381,6 +381,9 @@ func schema(o operator, op *operators.Torch) string {
 			}
 		default:
 			kind, value = "int", number(a.value())
+			if a.Varies {
+				kind = "SymInt"
+			}
 		}
 		s := kind + " " + a.Name
 		if a.hasDefault {

@@ -806,7 +806,7 @@ TORCH = {
     ),
     "rotary": TorchOperator(
         operator="rotary_forward",
-        schema="rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, int offset=0, bool interleaved=False, bool per_element=False, bool round_products=False, bool needs_k_out=False) -> (Tensor q_out, Tensor k_out)",
+        schema="rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, SymInt offset=0, bool interleaved=False, bool per_element=False, bool round_products=False, bool needs_k_out=False) -> (Tensor q_out, Tensor k_out)",
         arguments=(
             Argument("q", "tensor"),
             Argument("k", "tensor", optional=True),
@@ -827,7 +827,7 @@ TORCH = {
     ),
     "rotary_": TorchOperator(
         operator="rotary_forward",
-        schema="rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, int offset=0, bool interleaved=False, bool per_element=False, bool round_products=False) -> ()",
+        schema="rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, SymInt offset=0, bool interleaved=False, bool per_element=False, bool round_products=False) -> ()",
         arguments=(
             Argument("q", "tensor"),
             Argument("k", "tensor", optional=True),
@@ -845,7 +845,7 @@ TORCH = {
     ),
     "rotary_bwd": TorchOperator(
         operator="rotary_backward",
-        schema="rotary_bwd(Tensor dq_out, Tensor? dk_out, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, int offset=0, bool interleaved=False, bool per_element=False, bool round_products=False, bool needs_dk=False) -> (Tensor dq, Tensor dk)",
+        schema="rotary_bwd(Tensor dq_out, Tensor? dk_out, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, SymInt offset=0, bool interleaved=False, bool per_element=False, bool round_products=False, bool needs_dk=False) -> (Tensor dq, Tensor dk)",
         arguments=(
             Argument("dq_out", "tensor"),
             Argument("dk_out", "tensor", optional=True),
@@ -864,7 +864,7 @@ TORCH = {
     ),
     "qk_norm_rotary": TorchOperator(
         operator="qk_norm_rotary_forward",
-        schema="qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, int offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False, bool needs_k_out=False) -> (Tensor q_out, Tensor k_out)",
+        schema="qk_norm_rotary(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, SymInt offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False, bool needs_k_out=False) -> (Tensor q_out, Tensor k_out)",
         arguments=(
             Argument("q", "tensor"),
             Argument("k", "tensor", optional=True),
@@ -890,7 +890,7 @@ TORCH = {
     ),
     "qk_norm_rotary_": TorchOperator(
         operator="qk_norm_rotary_forward",
-        schema="qk_norm_rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, int offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False) -> ()",
+        schema="qk_norm_rotary_(Tensor(a!) q, Tensor(b!)? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets=None, Tensor? cu_seqlens=None, SymInt offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False) -> ()",
         arguments=(
             Argument("q", "tensor"),
             Argument("k", "tensor", optional=True),
@@ -913,7 +913,7 @@ TORCH = {
     ),
     "qk_norm_rotary_bwd": TorchOperator(
         operator="qk_norm_rotary_backward",
-        schema="qk_norm_rotary_bwd(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, Tensor dq_out, Tensor? dk_out=None, int offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False, bool needs_dk=False, bool needs_dq_weight=False, bool needs_dk_weight=False) -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
+        schema="qk_norm_rotary_bwd(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor? offsets, Tensor? cu_seqlens, Tensor dq_out, Tensor? dk_out=None, SymInt offset=0, bool interleaved=False, bool per_element=False, float eps=1e-06, float weight_offset=0, bool round_normalized=False, bool round_products=False, bool needs_dk=False, bool needs_dq_weight=False, bool needs_dk_weight=False) -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
         arguments=(
             Argument("q", "tensor"),
             Argument("k", "tensor", optional=True),
