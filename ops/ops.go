@@ -269,12 +269,12 @@ func ExplainHeads(op string, tokens, heads, n int64, dtype dlpack.DType, d dlpac
 		call := fmt.Sprintf("%s of %d tokens of %d heads of %d %v", op, tokens, heads, n, t)
 		return onHost(call, t, d), nil
 	}
-	size, rotated := 16/t.Size(), n-n%2
+	rotated, size := n-n%2, vectorOf(t, policy.Aligned)
 	r.x = t
 	if r.layout = policy.Aligned; rotated/2%size != 0 || n%size != 0 {
-		r.layout, size = policy.MixedOffsets, 1
+		r.layout = policy.MixedOffsets
 	}
-	items := itemsOf(n, rotated, size)
+	items := itemsOf(n, rotated, vectorOf(t, r.layout))
 	if r = rotateRequest(r, tokens, heads, items); normalized {
 		r = normalizeRequest(r, tokens, heads, 0, items, n)
 	}

@@ -373,15 +373,21 @@ func (q *query) byRow(p *plan) {
 	p.why = "a thread for each row"
 }
 
-// byHead appends what rotates heads. The request has as M the items of all tokens, which their heads have
-// alike, and as N the heads. A thread takes fewer heads while all threads fit on the device at once: less
-// waits for less.
-func (q *query) byHead(p *plan) {
-	v := q.chunkKernel(kernels.Elementwise)
+// headsPerThread is how many heads a thread takes if `groups` threads share what M counts: those of the tile,
+// or fewer while all threads fit on the device at once. Less waits for less.
+func (q *query) headsPerThread(v *kernels.Variant, groups func(perThread int64) int64) int64 {
 	perThread, all := int64(v.Vectors), q.resident(v, 1)*int64(v.Threads)
-	for perThread > 1 && q.m*ceil(q.n, perThread)*2 <= all {
+	for perThread > 1 && q.m*groups(perThread)*2 <= all {
 		perThread /= 2
 	}
+	return perThread
+}
+
+// byHead appends what rotates heads. The request has as M the items of all tokens, which their heads have
+// alike, and as N the heads.
+func (q *query) byHead(p *plan) {
+	v := q.chunkKernel(kernels.Elementwise)
+	perThread := q.headsPerThread(v, func(perThread int64) int64 { return ceil(q.n, perThread) })
 	p.groups = int32(ceil(q.n, perThread))
 	if q.m > 0 {
 		q.add(p, v, ceil(q.m*int64(p.groups), int64(v.Threads)), 1, 0)

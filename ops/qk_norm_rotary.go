@@ -120,21 +120,17 @@ func normalizeRequest(r request, tokens, qHeads, kHeads, items, columns int64) r
 }
 
 // byLanes appends what normalizes and rotates heads. The request has as M the threads of a head of all
-// tokens, and as N the columns. A thread has heads of q or of k alone, so that it needs one weight, and fewer
-// while all threads fit on the device at once. Backward's grid is persistent, so that few CTAs have sums of
-// the weights' gradients.
+// tokens, and as N the columns. A thread has heads of q or of k alone, so that it needs one weight.
+// Backward's grid is persistent, so that few CTAs have sums of the weights' gradients.
 func (q *query) byLanes(p *plan) {
 	p.why = "the lanes of a warp hold a head"
 	if q.m == 0 {
 		return
 	}
-	v := q.chunkKernel(kernels.Elementwise)
-	all := q.resident(v, 1) * int64(v.Threads)
-	perThread, backward := int64(v.Vectors), q.op == kernels.QKNormRotateBackward
+	v, backward := q.chunkKernel(kernels.Elementwise), q.op == kernels.QKNormRotateBackward
 	parts := func(perThread int64) int64 { return ceil(q.qHeads, perThread) + ceil(q.kHeads, perThread) }
-	for perThread > 1 && q.m*parts(perThread)*2 <= all {
-		perThread /= 2
-	}
+	perThread := q.headsPerThread(v, parts)
+	all := q.resident(v, 1) * int64(v.Threads)
 	for backward && parts(perThread)*lanesPerWarp > all { // a thread keeps its part: the grid has all of a token
 		perThread *= 2
 	}

@@ -11,13 +11,6 @@
 
 namespace gander {
 
-// 2^x by the hardware.
-__device__ __forceinline__ float quick_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // A mapped logit, and on request the derivative. Nothing contracts with what comes after, so that a logit has
 // the same bits wherever it is mapped. Increasing: the mapped maximum is the maximum of what is mapped.
 template <class T>
@@ -36,9 +29,8 @@ struct MappedLogit {
     } else {
       // tanh(u) = 1 - 2 r, by the hardware's exponential and reciprocal: off by 2^-23 of 1, and not of a
       // small result.
-      constexpr float kTwiceLog2E = 2.885390081777926814f;
       float r;  // 1 / (1 + exp(2 u))
-      const float e = quick_exp2(__fmul_rn(a.inner * kTwiceLog2E, x));
+      const float e = quick_exp2(__fmul_rn(a.inner * (2.f * kLog2E), x));
       asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
       return MappedLogit(fmaf(-2.f * a.outer, r, a.outer), 4.f * a.outer * a.inner * fmaf(-r, r, r));
     }
@@ -53,7 +45,6 @@ struct MappedLogit {
 // few bits of float32, so that of the element that has the maximum may be off 1.
 template <int E, bool Capped>
 struct MappedVector {
-  static constexpr float kLog2E = 1.4426950408889634f;
   float x[E];
   __device__ __forceinline__ MappedVector(const GeneralCrossEntropyArgs& a, const float (&x)[E]) {
 #pragma unroll
@@ -78,7 +69,6 @@ struct MappedVector {
 // a number r makes no difference, and the product of four stays finite.
 template <int E>
 struct MappedVector<E, true> {
-  static constexpr float kLog2E = 1.4426950408889634f;
   float r[E];
   __device__ __forceinline__ MappedVector(const GeneralCrossEntropyArgs& a, const float (&x)[E]) {
     static_assert(E % 4 == 0);

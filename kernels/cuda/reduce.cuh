@@ -32,17 +32,21 @@ __device__ __forceinline__ F lanes_sum(F v) {
   return v;
 }
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^x by the hardware, whose error is 2 ulp of float32.
+__device__ __forceinline__ float quick_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // exp(x - m). The difference is computed first: x * log2(e) - m * log2(e) in one FMA loses digits where |x|
-// is large. float32 rows use the accurate exponential. 16-bit rows use the hardware's, whose error is 2 ulp
-// of float32.
+// is large. float32 rows use the accurate exponential, 16-bit rows the hardware's.
 template <class T>
 __device__ __forceinline__ float exp_difference(float x, float m) {
   if constexpr (sizeof(T) == 4) return expf(x - m);
-  else {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"((x - m) * 1.4426950408889634f));
-    return y;
-  }
+  else return quick_exp2((x - m) * kLog2E);
 }
 
 // The type of sums across threads. It is double for float32 rows: the terms are few and large, and rounding
