@@ -502,6 +502,58 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
   return gander_end(inputs, 8, status);
 }
 
+int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
+                                        const gander_token_statistics_forward_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_token_statistics_forward_options, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderTokenStatisticsForward((void*)logits, (void*)index, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_token_statistics(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,
+                                const gander_token_statistics_options* options, void* stream) {
+  GANDER_OPTIONS(gander_token_statistics_options, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"logits", logits}, {"index", index}, {"row_mask", o->row_mask}};
+  DLManagedTensorVersioned** const outputs[] = {o->log_prob, o->entropy, o->log_sum_sq_probs, o->mean_logit, o->is_top1, o->predicted, o->state};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 7);
+  if (status == GANDER_OK) {
+    status = ganderTokenStatisticsForwardOwned((void*)logits, (void*)index, (void*)o, (uintptr_t)stream);
+  }
+  return gander_end(inputs, 3, status);
+}
+
+int32_t gander_token_statistics_backward(const DLTensor* logits, const DLTensor* index, const DLTensor* state,
+                                         const DLTensor* dlogits,
+                                         const gander_token_statistics_backward_options* options,
+                                         void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_token_statistics_backward_options, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderTokenStatisticsBackward(
+      (void*)logits, (void*)index, (void*)state, (void*)dlogits, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_token_statistics_grad(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,
+                                     DLManagedTensorVersioned* state,
+                                     const gander_token_statistics_grad_options* options, void* stream,
+                                     DLManagedTensorVersioned** dlogits) {
+  GANDER_OPTIONS(gander_token_statistics_grad_options, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"logits", logits},
+      {"index", index},
+      {"row_mask", o->row_mask},
+      {"state", state},
+      {"dlog_prob", o->dlog_prob},
+      {"dentropy", o->dentropy}};
+  DLManagedTensorVersioned** const outputs[] = {dlogits};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 6, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderTokenStatisticsBackwardOwned(
+        (void*)logits, (void*)index, (void*)state, (void*)o, (uintptr_t)stream, dlogits);
+  }
+  return gander_end(inputs, 6, status);
+}
+
 int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTensor* target,
                                              const DLTensor* max, const DLTensor* log_sum,
                                              const gander_sharded_cross_entropy_combine_options* options,

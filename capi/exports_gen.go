@@ -8,6 +8,7 @@ import "C"
 import (
 	"unsafe"
 
+	"github.com/gander-go/gander/dlpack"
 	"github.com/gander-go/gander/kernels"
 	"github.com/gander-go/gander/ops"
 )
@@ -1148,6 +1149,134 @@ func ganderCrossEntropyBackwardOwned(x, target, dloss, lse, options unsafe.Point
 			OnePass:        o.one_pass != 0,
 			BatchInvariant: o.batch_invariant != 0,
 			Slice:          o.slice != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderTokenStatisticsForward
+func ganderTokenStatisticsForward(logits, index, options unsafe.Pointer, stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_token_statistics_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.TokenStatisticsForward{
+		Logits:         tensor(logits),
+		Index:          tensor(index),
+		RowMask:        tensor(unsafe.Pointer(o.row_mask)),
+		LogProb:        tensor(unsafe.Pointer(o.log_prob)),
+		Entropy:        tensor(unsafe.Pointer(o.entropy)),
+		LogSumSqProbs:  tensor(unsafe.Pointer(o.log_sum_sq_probs)),
+		MeanLogit:      tensor(unsafe.Pointer(o.mean_logit)),
+		IsTop1:         tensor(unsafe.Pointer(o.is_top1)),
+		Predicted:      tensor(unsafe.Pointer(o.predicted)),
+		State:          tensor(unsafe.Pointer(o.state)),
+		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+		Scale:          ops.Some(float64(o.scale)),
+		Softcap:        float64(o.softcap),
+		Temperature:    ops.Some(float64(o.temperature)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderTokenStatisticsForwardOwned
+func ganderTokenStatisticsForwardOwned(logits, index, options unsafe.Pointer, stream uintptr) int32 {
+	return run(func() error {
+		o := (*C.gander_token_statistics_options)(options)
+		made, err := outputsFor(ops.CheckRows, "token_statistics", "logits", owned(logits), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tlogProb := made.optional("log_prob", unsafe.Pointer(o.log_prob), made.statistic(), made.shape("L"))
+		tentropy := made.optional("entropy", unsafe.Pointer(o.entropy), made.statistic(), made.shape("L"))
+		tlogSumSqProbs := made.optional("log_sum_sq_probs", unsafe.Pointer(o.log_sum_sq_probs), made.statistic(), made.shape("L"))
+		tmeanLogit := made.optional("mean_logit", unsafe.Pointer(o.mean_logit), made.statistic(), made.shape("L"))
+		tisTop1 := made.optional("is_top1", unsafe.Pointer(o.is_top1), dlpack.Bool, made.shape("L"))
+		tpredicted := made.optional("predicted", unsafe.Pointer(o.predicted), dlpack.Int64, made.shape("L"))
+		tstate := made.optional("state", unsafe.Pointer(o.state), made.statistic(), made.shape("3L"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.TokenStatisticsForward{
+			Logits:         owned(logits),
+			Index:          owned(index),
+			RowMask:        owned(unsafe.Pointer(o.row_mask)),
+			LogProb:        tlogProb,
+			Entropy:        tentropy,
+			LogSumSqProbs:  tlogSumSqProbs,
+			MeanLogit:      tmeanLogit,
+			IsTop1:         tisTop1,
+			Predicted:      tpredicted,
+			State:          tstate,
+			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+			Scale:          ops.Some(float64(o.scale)),
+			Softcap:        float64(o.softcap),
+			Temperature:    ops.Some(float64(o.temperature)),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderTokenStatisticsBackward
+func ganderTokenStatisticsBackward(logits, index, state, dlogits, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_token_statistics_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.TokenStatisticsBackward{
+		Logits:         tensor(logits),
+		Index:          tensor(index),
+		RowMask:        tensor(unsafe.Pointer(o.row_mask)),
+		State:          tensor(state),
+		DLogProb:       tensor(unsafe.Pointer(o.dlog_prob)),
+		DEntropy:       tensor(unsafe.Pointer(o.dentropy)),
+		DLogits:        tensor(dlogits),
+		IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+		Scale:          ops.Some(float64(o.scale)),
+		Softcap:        float64(o.softcap),
+		Temperature:    ops.Some(float64(o.temperature)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderTokenStatisticsBackwardOwned
+func ganderTokenStatisticsBackwardOwned(logits, index, state, options unsafe.Pointer, stream uintptr,
+	dlogits unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_token_statistics_grad_options)(options)
+		made, err := outputsFor(ops.CheckRows, "token_statistics_grad", "logits", owned(logits), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdlogits := made.required("dlogits", dlogits, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.TokenStatisticsBackward{
+			Logits:         owned(logits),
+			Index:          owned(index),
+			RowMask:        owned(unsafe.Pointer(o.row_mask)),
+			State:          owned(state),
+			DLogProb:       owned(unsafe.Pointer(o.dlog_prob)),
+			DEntropy:       owned(unsafe.Pointer(o.dentropy)),
+			DLogits:        tdlogits,
+			IgnoreIndex:    ops.Some(int64(o.ignore_index)),
+			Scale:          ops.Some(float64(o.scale)),
+			Softcap:        float64(o.softcap),
+			Temperature:    ops.Some(float64(o.temperature)),
+			BatchInvariant: o.batch_invariant != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

@@ -738,6 +738,76 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64 */
+  const DLTensor* row_mask;
+  const DLTensor* log_prob; /* M elements, contiguous; float64 if logits is, else float32 */
+  const DLTensor* entropy; /* M elements, contiguous; float64 if logits is, else float32 */
+  const DLTensor* log_sum_sq_probs; /* M elements, contiguous; float64 if logits is, else float32 */
+  const DLTensor* mean_logit; /* M elements, contiguous; float64 if logits is, else float32 */
+  const DLTensor* is_top1; /* M elements, contiguous; bool */
+  const DLTensor* predicted; /* M elements, contiguous; int64 */
+  const DLTensor* state; /* (3, M), contiguous; float64 if logits is, else float32 */
+  int64_t ignore_index; /* rows with this index are left out; -100 by default */
+  /* logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
+   * scale * logits / temperature, and all else is of z; more than 0; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_token_statistics_forward_options;
+#define GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_token_statistics_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, NULL, NULL, -100, 1, 0, 1, 0}
+
+/* Statistics of each row z of logits with p = softmax(z), in one pass: log_prob = log p[index], entropy =
+ * -sum p log p, log_sum_sq_probs = log sum p^2, mean_logit = the mean of z, predicted = the first of the
+ * largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL are not computed,
+ * and at least one is given. A row is left out where row_mask is 0, and where index is ignore_index: its
+ * results are 0, and predicted is -1. log_prob is NaN where index is outside of [0, N). The results of a
+ * row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is -1. state receives what
+ * backward reads: the maxima m of the rows, log(sum exp(z - m)), and sum p (m - z).
+ *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   index: the leading dimensions of the first operand, any stride; int32 or int64. */
+int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
+                                        const gander_token_statistics_forward_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  /* the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64 */
+  const DLTensor* row_mask;
+  /* the leading dimensions of the first operand, any stride; float64 if logits is, else float32 */
+  const DLTensor* dlog_prob;
+  /* the leading dimensions of the first operand, any stride; float64 if logits is, else float32 */
+  const DLTensor* dentropy;
+  int64_t ignore_index; /* rows with this index are left out; -100 by default */
+  /* logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
+   * scale * logits / temperature, and all else is of z; more than 0; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_token_statistics_backward_options;
+#define GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_token_statistics_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, -100, 1, \
+  0, 1, 0}
+
+/* The gradient of z is dz[j] = dlog_prob * ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + entropy)
+ * for each row, and dlogits is that of logits. One of dlog_prob and dentropy, or both, is given. state is
+ * forward's. dlogits of a row that is left out is 0, whatever logits are. It is NaN where index is outside
+ * of [0, N) and dlog_prob is given.
+ *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   index: the leading dimensions of the first operand, any stride; int32 or int64.
+ *   state: (3, M), contiguous; float64 if logits is, else float32.
+ *   dlogits: (M, N); logits's dtype; may be logits if the dtypes agree. */
+int32_t gander_token_statistics_backward(const DLTensor* logits, const DLTensor* index, const DLTensor* state,
+                                         const DLTensor* dlogits,
+                                         const gander_token_statistics_backward_options* options,
+                                         void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   const DLTensor* losses; /* (N), contiguous; float64 if parts is, else float32 */
   const DLTensor* loss; /* one element; float64 if parts is, else float32 */
   const DLTensor* weights; /* (N), contiguous; float64 if parts is, else float32 */
@@ -1231,6 +1301,53 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* lse,
                                   const gander_cross_entropy_grad_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* row_mask;
+  DLManagedTensorVersioned** log_prob;
+  DLManagedTensorVersioned** entropy;
+  DLManagedTensorVersioned** log_sum_sq_probs;
+  DLManagedTensorVersioned** mean_logit;
+  DLManagedTensorVersioned** is_top1;
+  DLManagedTensorVersioned** predicted;
+  DLManagedTensorVersioned** state;
+  int64_t ignore_index;
+  double scale;
+  double softcap;
+  double temperature;
+  int64_t batch_invariant;
+} gander_token_statistics_options;
+#define GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS \
+  {sizeof(gander_token_statistics_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, -100, 1, 0, 1, 0}
+
+/* gander_token_statistics_forward with owned tensors. */
+int32_t gander_token_statistics(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,
+                                const gander_token_statistics_options* options, void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* row_mask;
+  DLManagedTensorVersioned* dlog_prob;
+  DLManagedTensorVersioned* dentropy;
+  int64_t ignore_index;
+  double scale;
+  double softcap;
+  double temperature;
+  int64_t batch_invariant;
+} gander_token_statistics_grad_options;
+#define GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_token_statistics_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, -100, 1, 0, \
+  1, 0}
+
+/* gander_token_statistics_backward with owned tensors. */
+int32_t gander_token_statistics_grad(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,
+                                     DLManagedTensorVersioned* state,
+                                     const gander_token_statistics_grad_options* options, void* stream,
+                                     DLManagedTensorVersioned** dlogits);
 
 typedef struct {
   uint32_t size, magic;

@@ -117,10 +117,10 @@ func (t *Tensor) setCompact(shape []int64) {
 	}
 }
 
-// Float64s returns the elements of a host tensor in row-major order.
+// Float64s returns the elements of a host tensor in row-major order. A bool is 0 or 1.
 func (t *Tensor) Float64s() ([]float64, error) { return elements[float64](t) }
 
-// Float32s returns the elements of a host tensor in row-major order, rounded to float32.
+// Float32s is Float64s, rounded to float32.
 func (t *Tensor) Float32s() ([]float32, error) { return elements[float32](t) }
 
 func elements[T float32 | float64](t *Tensor) ([]T, error) {
@@ -134,7 +134,7 @@ func elements[T float32 | float64](t *Tensor) ([]T, error) {
 }
 
 // SetFloat64s sets the elements of a host tensor in row-major order, each rounded to the nearest value of
-// the dtype, ties to even. Integers take the truncated value.
+// the dtype, ties to even. Integers take the truncated value, and a bool is whether it is another than 0.
 func (t *Tensor) SetFloat64s(values []float64) error {
 	c, err := t.codec()
 	if err != nil {
@@ -174,7 +174,7 @@ type codec struct {
 }
 
 // nativeCodec is for types that Go has.
-func nativeCodec[T float32 | float64 | int32 | int64]() codec {
+func nativeCodec[T float32 | float64 | int32 | int64 | uint8]() codec {
 	return codec{
 		load:  func(p unsafe.Pointer) float64 { return float64(*(*T)(p)) },
 		store: func(p unsafe.Pointer, v float64) { *(*T)(p) = T(v) },
@@ -196,6 +196,16 @@ var codecs = map[DType]codec{
 	Float64:  nativeCodec[float64](),
 	Int32:    nativeCodec[int32](),
 	Int64:    nativeCodec[int64](),
+	Uint8:    nativeCodec[uint8](),
+	Bool: {
+		load: func(p unsafe.Pointer) float64 {
+			if *(*bool)(p) {
+				return 1
+			}
+			return 0
+		},
+		store: func(p unsafe.Pointer, v float64) { *(*bool)(p) = v != 0 },
+	},
 }
 
 // format is a binary floating-point format of 16 bits.
@@ -255,6 +265,6 @@ func (t *Tensor) codec() (codec, error) {
 	if c, ok := codecs[t.DType]; ok {
 		return c, nil
 	}
-	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32 or int64",
+	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32, int64, uint8 or bool",
 		ErrDType, t.DType)
 }

@@ -11,7 +11,7 @@ func (f Family) ArgBytes() uintptr {
 		unsafe.Sizeof(SoftmaxArgs{}), unsafe.Sizeof(RMSNormArgs{}), unsafe.Sizeof(CrossEntropyArgs{}),
 		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
 		unsafe.Sizeof(GLUArgs{}), unsafe.Sizeof(RotaryArgs{}),
-		unsafe.Sizeof(QKNormRotaryArgs{}),
+		unsafe.Sizeof(QKNormRotaryArgs{}), unsafe.Sizeof(TokenStatisticsArgs{}),
 	}[f/3]
 }
 
@@ -187,6 +187,24 @@ type GeneralCrossEntropyArgs struct {
 	LabelSmoothing float32
 	ZLoss          float32
 	Inner, Outer   float32 // of kernels.LogitMap; Outer is never 0
+}
+
+// TokenStatisticsArgs is the parameter of the kernels of statistics of tokens' logits. Of the losses'
+// arguments it uses the rows, the target, IgnoreIndex, Max, LogSum, and the map of logits.
+type TokenStatisticsArgs struct {
+	GeneralCrossEntropyArgs
+	RowMask            Input // 0 for none
+	RowMaskStride      int64
+	DLogProb, DEntropy Input // backward: 0 for none
+	DLogProbStride     int64
+	DEntropyStride     int64
+	Depth              Output // the third part of the state, of which Max and LogSum are the others
+	LogProb, Entropy   Output // these six: 0 where not wanted
+	LogSumSqProbs      Output
+	MeanLogit          Output
+	IsTop1, Predicted  Output
+	RowMaskBytes       int32 // of an element
+	_                  int32
 }
 
 // GLUArgs is the parameter of the kernels of gated linear units. Rows has as its inputs the gate and what it

@@ -128,7 +128,7 @@ var parameters = [...]reflect.Type{
 	reflect.TypeFor[SoftmaxArgs](), reflect.TypeFor[RMSNormArgs](), reflect.TypeFor[CrossEntropyArgs](),
 	reflect.TypeFor[NormArgs](), reflect.TypeFor[MaskedSoftmaxArgs](),
 	reflect.TypeFor[GeneralCrossEntropyArgs](), reflect.TypeFor[GLUArgs](), reflect.TypeFor[RotaryArgs](),
-	reflect.TypeFor[QKNormRotaryArgs](),
+	reflect.TypeFor[QKNormRotaryArgs](), reflect.TypeFor[TokenStatisticsArgs](),
 }
 
 // tableDigest is a digest of what this package and the images must agree on: the kernels, the structs that

@@ -119,6 +119,38 @@ func (c *CrossEntropy) HasOptions() bool {
 	return c.LabelSmoothing != 0 || c.ZLoss != 0 || c.Map != LogitMap{}
 }
 
+// TokenStatistics is what one call of statistics of tokens' logits reads and writes, forward or backward. Of
+// the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum and DX. Max, LogSum and Depth are a row's state:
+// its maximum, the logarithm of its sum of exp(x - max), and the mean of max - x under its probabilities,
+// which is its entropy without that logarithm.
+type TokenStatistics struct {
+	CrossEntropy
+	RowMask Vector // (M) Bool, Uint8, Int32 or Int64: rows where it is 0 are left out; optional
+	Depth   Vector // forward: all of the state is optional
+
+	LogProb, Entropy, LogSumSqProbs, MeanLogit Vector // (M), optional
+	IsTop1                                     Vector // (M) Bool, optional
+	Predicted                                  Vector // (M) Int64, optional
+
+	DLogProb, DEntropy Vector // (M), optional in backward
+}
+
+// SetState takes the three parts of the state of all rows from a vector of them.
+func (s *TokenStatistics) SetState(all Vector) {
+	if !all.Present() {
+		return
+	}
+	m := all.Len / 3
+	for i, part := range []*Vector{&s.Max, &s.LogSum, &s.Depth} {
+		*part = Vector{Data: at(all.Data, int64(i)*m, all.DType), DType: all.DType, Len: m, Stride: 1}
+	}
+}
+
+// NeedsAll tells whether more is wanted than log-probability, entropy and state.
+func (s *TokenStatistics) NeedsAll() bool {
+	return s.LogSumSqProbs.Present() || s.MeanLogit.Present() || s.IsTop1.Present() || s.Predicted.Present()
+}
+
 // LogitMap is a function of logits: Outer * tanh(Inner * x), without a cap Outer * x. The zero value is x.
 type LogitMap struct {
 	Inner float64 // of logits with a cap, else 0

@@ -15,7 +15,9 @@ type Op uint8
 // weights before the rows are read. GLUForward and GLUBackward are gated linear units.
 // Rotate is rotary position embeddings and their gradient.
 // QKNormRotate, QKNormRotateBackward and QKNormWeights are the same of normalized heads, their gradients, and
-// what sums those of the weights.
+// what sums those of the weights. TokenStatisticsForward is log-probability and entropy of the rows,
+// AllTokenStatisticsForward those and all other statistics of logits, and TokenStatisticsBackward the
+// gradient of the two.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -50,6 +52,9 @@ const (
 	QKNormRotate
 	QKNormRotateBackward
 	QKNormWeights
+	TokenStatisticsForward
+	AllTokenStatisticsForward
+	TokenStatisticsBackward
 	Ops // how many there are
 )
 
@@ -64,6 +69,7 @@ func (o Op) String() string {
 		"rmsnorm_residual_backward", "combine_slices", "general_cross_entropy_forward",
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
 		"glu_forward", "glu_backward", "rotate", "qk_norm_rotate", "qk_norm_rotate_backward", "qk_norm_weights",
+		"token_statistics_forward", "all_token_statistics_forward", "token_statistics_backward",
 	}[o]
 }
 
@@ -99,11 +105,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 9 * 3
+const Families = 10 * 3
 
 var groups = [...]string{
 	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
-	"glu", "rotary", "qk_norm_rotary",
+	"glu", "rotary", "qk_norm_rotary", "token_statistics",
 }
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
@@ -128,6 +134,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 7
 	case QKNormRotate, QKNormRotateBackward, QKNormWeights:
 		group = 8
+	case TokenStatisticsForward, AllTokenStatisticsForward, TokenStatisticsBackward:
+		group = 9
 	}
 	return group*3 + Family(x)
 }

@@ -33,6 +33,19 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 	if !(0 <= s.ZLoss && s.ZLoss <= math.MaxFloat32) {
 		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", s.ZLoss)
 	}
+	k.logitMap(scale, softcap, temperature)
+	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
+		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
+			"over weights, that of z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
+	}
+	if s.Slice && s.LabelSmoothing != 0 {
+		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
+			"not known; leave one of them out", s.LabelSmoothing)
+	}
+}
+
+// logitMap checks the options that map logits.
+func (k *check) logitMap(scale, softcap, temperature float64) {
 	if !isFactor(scale) {
 		k.fail(StatusOption, "scale is %v, expected %v to %v", scale, leastFactor, mostFactor)
 	}
@@ -41,14 +54,6 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 	}
 	if !isFactor(temperature) {
 		k.fail(StatusOption, "temperature is %v, expected %v to %v", temperature, leastFactor, mostFactor)
-	}
-	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
-		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
-			"over weights, that of z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
-	}
-	if s.Slice && s.LabelSmoothing != 0 {
-		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
-			"not known; leave one of them out", s.LabelSmoothing)
 	}
 }
 

@@ -127,6 +127,9 @@ var (
 	shapeBoundaries = shapeRule{contiguous, []form{
 		{"*", false, always, ": one dimension"},
 	}}
+	shapeRowStates = shapeRule{contiguous, []form{
+		{"3L", true, always, ": three numbers for each row of {x}"},
+	}}
 )
 
 // The rules for element types.
@@ -138,6 +141,9 @@ var (
 	typeStatistic = typeRule{1 << kernels.Float32, 1 << kernels.Float64}
 	typeIndex     = typeRule{1<<kernels.Int32 | 1<<kernels.Int64, 1<<kernels.Int32 | 1<<kernels.Int64}
 	typeMask      = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32 | 1<<kernels.Bool | 1<<kernels.Uint8, 1<<kernels.Float64 | 1<<kernels.Bool | 1<<kernels.Uint8}
+	typeRowMask   = typeRule{1<<kernels.Bool | 1<<kernels.Uint8 | 1<<kernels.Int32 | 1<<kernels.Int64, 1<<kernels.Bool | 1<<kernels.Uint8 | 1<<kernels.Int32 | 1<<kernels.Int64}
+	typeTruth     = typeRule{1 << kernels.Bool, 1 << kernels.Bool}
+	typeClass     = typeRule{1 << kernels.Int64, 1 << kernels.Int64}
 )
 
 // SoftmaxForward is the operator softmax_forward: y[i] = exp(x[i] - max x) / sum exp(x - max x) for each row.
@@ -1685,6 +1691,187 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	} else {
 		k.output("x")
 	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// TokenStatisticsForward is the operator token_statistics_forward: Statistics of each row z of logits with p
+// = softmax(z), in one pass: log_prob = log p[index], entropy = -sum p log p, log_sum_sq_probs = log sum p^2,
+// mean_logit = the mean of z, predicted = the first of the largest elements' columns, and is_top1 = whether
+// that is index. Outputs that are NULL are not computed, and at least one is given. A row is left out where
+// row_mask is 0, and where index is ignore_index: its results are 0, and predicted is -1. log_prob is NaN
+// where index is outside of [0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with
+// a NaN predicted is -1. state receives what backward reads: the maxima m of the rows, log(sum exp(z - m)),
+// and sum p (m - z).
+//
+// M and N are the rows and columns of logits. A refused call writes nothing.
+type TokenStatisticsForward struct {
+	Logits *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Index  *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
+	// the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64; or nil
+	RowMask       *dlpack.Tensor
+	LogProb       *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
+	Entropy       *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
+	LogSumSqProbs *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
+	MeanLogit     *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
+	IsTop1        *dlpack.Tensor // M elements, contiguous; bool; or nil
+	Predicted     *dlpack.Tensor // M elements, contiguous; int64; or nil
+	State         *dlpack.Tensor // (3, M), contiguous; float64 if logits is, else float32; or nil
+
+	IgnoreIndex Optional[int64] // rows with this index are left out; -100 by default
+	// logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
+	// scale * logits / temperature, and all else is of z; more than 0; 1 by default
+	Scale          Optional[float64]
+	Softcap        float64           // see scale; more than 0, or 0 for none
+	Temperature    Optional[float64] // see scale; more than 0; 1 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+}
+
+// tokenStatisticsForward is a TokenStatisticsForward whose operands have been checked.
+type tokenStatisticsForward struct {
+	Logits        kernels.Matrix
+	Index         kernels.Vector
+	RowMask       kernels.Vector
+	LogProb       kernels.Vector
+	Entropy       kernels.Vector
+	LogSumSqProbs kernels.Vector
+	MeanLogit     kernels.Vector
+	IsTop1        kernels.Vector
+	Predicted     kernels.Vector
+	State         kernels.Vector
+	IgnoreIndex   int64
+	Scale         float64
+	Softcap       float64
+	Temperature   float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o TokenStatisticsForward) Run(c *Call) error {
+	k := check{op: "token_statistics_forward"}
+	a := tokenStatisticsForward{
+		IgnoreIndex: o.IgnoreIndex.or(-100),
+		Scale:       o.Scale.or(1),
+		Softcap:     o.Softcap,
+		Temperature: o.Temperature.or(1),
+		Choice:      Choose(Auto, o.BatchInvariant),
+	}
+	a.Logits = k.rows("logits", o.Logits, typeFloat.narrow)
+	a.Index = k.vector("index", o.Index, typeIndex.with(a.Logits.DType), &shapeStrided)
+	if o.RowMask != nil {
+		a.RowMask = k.vector("row_mask", o.RowMask, typeRowMask.with(a.Logits.DType), &shapeStrided)
+	}
+	if o.LogProb != nil {
+		a.LogProb = k.vector("log_prob", o.LogProb, typeStatistic.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.Entropy != nil {
+		a.Entropy = k.vector("entropy", o.Entropy, typeStatistic.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.LogSumSqProbs != nil {
+		a.LogSumSqProbs = k.vector("log_sum_sq_probs", o.LogSumSqProbs, typeStatistic.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.MeanLogit != nil {
+		a.MeanLogit = k.vector("mean_logit", o.MeanLogit, typeStatistic.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.IsTop1 != nil {
+		a.IsTop1 = k.vector("is_top1", o.IsTop1, typeTruth.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.Predicted != nil {
+		a.Predicted = k.vector("predicted", o.Predicted, typeClass.with(a.Logits.DType), &shapePerRow)
+		k.output()
+	}
+	if o.State != nil {
+		a.State = k.vector("state", o.State, typeStatistic.with(a.Logits.DType), &shapeRowStates)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// TokenStatisticsBackward is the operator token_statistics_backward: The gradient of z is dz[j] = dlog_prob *
+// ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + entropy) for each row, and dlogits is that of logits.
+// One of dlog_prob and dentropy, or both, is given. state is forward's. dlogits of a row that is left out is
+// 0, whatever logits are. It is NaN where index is outside of [0, N) and dlog_prob is given.
+//
+// M and N are the rows and columns of logits. A refused call writes nothing.
+type TokenStatisticsBackward struct {
+	Logits *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Index  *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
+	// the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64; or nil
+	RowMask *dlpack.Tensor
+	State   *dlpack.Tensor // (3, M), contiguous; float64 if logits is, else float32
+	// the leading dimensions of the first operand, any stride; float64 if logits is, else float32; or nil
+	DLogProb *dlpack.Tensor
+	// the leading dimensions of the first operand, any stride; float64 if logits is, else float32; or nil
+	DEntropy *dlpack.Tensor
+	DLogits  *dlpack.Tensor // (M, N); logits's dtype; may be logits if the dtypes agree
+
+	IgnoreIndex Optional[int64] // rows with this index are left out; -100 by default
+	// logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
+	// scale * logits / temperature, and all else is of z; more than 0; 1 by default
+	Scale          Optional[float64]
+	Softcap        float64           // see scale; more than 0, or 0 for none
+	Temperature    Optional[float64] // see scale; more than 0; 1 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+}
+
+// tokenStatisticsBackward is a TokenStatisticsBackward whose operands have been checked.
+type tokenStatisticsBackward struct {
+	Logits      kernels.Matrix
+	Index       kernels.Vector
+	RowMask     kernels.Vector
+	State       kernels.Vector
+	DLogProb    kernels.Vector
+	DEntropy    kernels.Vector
+	DLogits     kernels.Matrix
+	IgnoreIndex int64
+	Scale       float64
+	Softcap     float64
+	Temperature float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o TokenStatisticsBackward) Run(c *Call) error {
+	k := check{op: "token_statistics_backward"}
+	a := tokenStatisticsBackward{
+		IgnoreIndex: o.IgnoreIndex.or(-100),
+		Scale:       o.Scale.or(1),
+		Softcap:     o.Softcap,
+		Temperature: o.Temperature.or(1),
+		Choice:      Choose(Auto, o.BatchInvariant),
+	}
+	a.Logits = k.rows("logits", o.Logits, typeFloat.narrow)
+	a.Index = k.vector("index", o.Index, typeIndex.with(a.Logits.DType), &shapeStrided)
+	if o.RowMask != nil {
+		a.RowMask = k.vector("row_mask", o.RowMask, typeRowMask.with(a.Logits.DType), &shapeStrided)
+	}
+	a.State = k.vector("state", o.State, typeStatistic.with(a.Logits.DType), &shapeRowStates)
+	if o.DLogProb != nil {
+		a.DLogProb = k.vector("dlog_prob", o.DLogProb, typeStatistic.with(a.Logits.DType), &shapeStrided)
+	}
+	if o.DEntropy != nil {
+		a.DEntropy = k.vector("dentropy", o.DEntropy, typeStatistic.with(a.Logits.DType), &shapeStrided)
+	}
+	a.DLogits = k.rowsLike("dlogits", o.DLogits, only(a.Logits.DType))
+	k.output("logits")
 	a.refuse(&k)
 	if k.err != nil {
 		return k.err

@@ -199,7 +199,11 @@ func (r *request) accumulatorBytes() int64 {
 func (r *request) stateBytes() int64 {
 	switch {
 	case r.op == kernels.GeneralCrossEntropyForward, r.op == kernels.GeneralCrossEntropyForwardDX:
-		return 16 // SmoothedSum in cuda/general_cross_entropy.cuh
+		return 16 // GeneralSum in cuda/general_cross_entropy.cuh
+	case r.op == kernels.TokenStatisticsForward:
+		return 16 // TokenSum in cuda/token_statistics.cuh
+	case r.op == kernels.AllTokenStatisticsForward:
+		return 32 // the same, of all statistics
 	case r.op == kernels.NormForward: // and a number of elements: Moments in cuda/aligned_norm.cuh
 		return 2*r.accumulatorBytes() + 8
 	case r.op == kernels.NormBackward && r.x == kernels.Float32: // and a sum in float: GradientSums there
@@ -226,7 +230,8 @@ func (r *request) inputs() int64 {
 
 // onlyLosses tells whether an op writes nothing of the rows' size.
 func (r *request) onlyLosses() bool {
-	return r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward
+	return r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward ||
+		r.op == kernels.TokenStatisticsForward || r.op == kernels.AllTokenStatisticsForward
 }
 
 // lossesAndGradient tells whether an op computes both.

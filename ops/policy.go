@@ -74,8 +74,12 @@ func (r *request) operator() policy.Operator {
 		return policy.GeneralCrossEntropyForward
 	case kernels.GeneralCrossEntropyForwardDX:
 		return policy.GeneralCrossEntropyForwardDX
+	case kernels.TokenStatisticsForward:
+		return policy.TokenStatisticsForward
+	case kernels.AllTokenStatisticsForward:
+		return policy.AllTokenStatisticsForward
 	case kernels.CrossEntropyBackward, kernels.Rescale, kernels.GeneralCrossEntropyBackward,
-		kernels.GLUForward, kernels.GLUBackward:
+		kernels.TokenStatisticsBackward, kernels.GLUForward, kernels.GLUBackward:
 		return policy.CrossEntropyBackward
 	case kernels.NormForward:
 		return policy.NormForward

@@ -28,6 +28,7 @@ const (
 	Positions
 	Sequences
 	Boundaries
+	RowStates
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -213,6 +214,10 @@ var Shapes = [...]ShapeRule{
 		Name: "boundaries", Doc: "one for each sequence and one more, contiguous", Layout: Contiguous,
 		Forms: []Form{{Sizes: "*", Text: ": one dimension"}},
 	},
+	RowStates: {
+		Name: "row_states", Doc: "(3, M), contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "3L", Count: true, Text: ": three numbers for each row of {x}"}},
+	},
 }
 
 // Made returns the form of a new tensor, of a call that reduces the rows' results or does not.
@@ -239,6 +244,9 @@ const (
 	Statistic
 	Index
 	Mask
+	RowMask
+	Truth
+	Class
 )
 
 // DTypeRule describes a rule for element types.
@@ -249,6 +257,7 @@ type DTypeRule struct {
 	// An output whose type neither Like nor Choice sets has that of statistics: float32, or float64 beside
 	// float64. Else it has the first operand's.
 	Statistic bool
+	Made      string // the type of all outputs that follow the rule, as in kernels.DType, or ""
 	Doc       string // for gander.h and Go; {x} is the first operand, {like} is Like
 }
 
@@ -275,6 +284,10 @@ var DTypes = [...]DTypeRule{
 	Index: {Name: "index", Narrow: indices, Wide: indices, Doc: "int32 or int64"},
 	Mask: {Name: "mask", Narrow: join(narrow, booleans), Wide: join(wide, booleans),
 		Doc: "bool or uint8; or " + companionDoc},
+	RowMask: {Name: "row_mask", Narrow: join(booleans, indices), Wide: join(booleans, indices),
+		Doc: "bool, uint8, int32 or int64"},
+	Truth: {Name: "truth", Narrow: []string{"Bool"}, Wide: []string{"Bool"}, Made: "Bool", Doc: "bool"},
+	Class: {Name: "class", Narrow: []string{"Int64"}, Wide: []string{"Int64"}, Made: "Int64", Doc: "int64"},
 }
 
 func join(a, b []string) []string { return append(append([]string{}, a...), b...) }

@@ -55,6 +55,32 @@ var (
 		Fits: "weight", Choice: "bias_dtype", Gradient: "bias"}
 )
 
+// Operands of statistics of tokens' logits.
+var (
+	logits  = Operand{Name: "logits", Shape: Rows, DType: Float}
+	index   = Operand{Name: "index", Shape: Strided, DType: Index}
+	rowMask = Operand{Name: "row_mask", Shape: Strided, DType: RowMask, Optional: true}
+)
+
+// statistic returns an output with a number for each row.
+func statistic(name string, of DType) Operand {
+	return written(Operand{Name: name, Shape: PerRow, DType: of})
+}
+
+var ignoreIndex = Option{Name: "ignore_index", Type: Integer, Default: -100,
+	Doc: "rows with this target are ignored"}
+
+// mapping returns the options by which logits are mapped, which the operand x is.
+func mapping(x string, since int) []Option {
+	return []Option{
+		{Name: "scale", Type: Real, Default: 1, Since: since,
+			Doc: x + " is mapped to z = softcap * tanh(scale * " + x + " / softcap) / temperature, without a " +
+				"softcap to scale * " + x + " / temperature, and all else is of z; more than 0"},
+		{Name: "softcap", Type: Real, Since: since, Doc: "see scale; more than 0, or 0 for none"},
+		{Name: "temperature", Type: Real, Default: 1, Since: since, Doc: "see scale; more than 0"},
+	}
+}
+
 // Operands and options of gated linear units.
 var (
 	gate   = Operand{Name: "gate", Shape: Rows, DType: Float}
@@ -437,18 +463,14 @@ var Table = []Group{
 	},
 	{
 		Name: "cross_entropy", Type: "CrossEntropy",
-		Options: []Option{
-			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
+		Options: slices.Concat([]Option{
+			ignoreIndex,
 			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "how the rows' losses are reduced"},
 			{Name: "label_smoothing", Type: Real, Since: 1,
 				Doc: "the share of a row's loss that all classes have alike, 0 to 1; not with slice"},
 			{Name: "z_loss", Type: Real, Since: 1,
 				Doc: "the factor of lse^2 in a row's loss, at least 0; not with weight in a mean"},
-			{Name: "scale", Type: Real, Default: 1, Since: 1,
-				Doc: "x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to " +
-					"scale * x / temperature, and all else is of z; more than 0"},
-			{Name: "softcap", Type: Real, Since: 1, Doc: "see scale; more than 0, or 0 for none"},
-			{Name: "temperature", Type: Real, Default: 1, Since: 1, Doc: "see scale; more than 0"},
+		}, mapping("x", 1), []Option{
 			{Name: "one_pass", Type: Flag,
 				Doc: "forward also computes the gradient, in the same pass over x: dx is the gradient of the " +
 					"reduced loss. backward takes that dx, which must not overlap x, and computes it again only " +
@@ -461,7 +483,7 @@ var Table = []Group{
 				Doc: "x is a slice of each row's classes, and a target counts from the slice's first class; " +
 					"not with one_pass. lse is that of whole rows. In a row whose target is not in the slice " +
 					"nothing is subtracted, and its weight is 1"},
-		},
+		}),
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_cross_entropy", Refuses: true,
@@ -536,12 +558,68 @@ var Table = []Group{
 		},
 	},
 	{
+		Name: "token_statistics", Type: "TokenStatistics",
+		Options: slices.Concat(
+			[]Option{{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this index are left out"}},
+			mapping("logits", 0), []Option{batchInvariant}),
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_token_statistics", Refuses: true,
+				Doc: "Statistics of each row z of logits with p = softmax(z), in one pass: log_prob = log p[index], " +
+					"entropy = -sum p log p, log_sum_sq_probs = log sum p^2, mean_logit = the mean of z, predicted = the " +
+					"first of the largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL " +
+					"are not computed, and at least one is given. A row is left out where row_mask is 0, and where index " +
+					"is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of " +
+					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is " +
+					"-1. state receives what backward reads: the maxima m of the rows, log(sum exp(z - m)), and " +
+					"sum p (m - z).",
+				Operands: []Operand{
+					logits, index, rowMask,
+					statistic("log_prob", Statistic),
+					statistic("entropy", Statistic),
+					statistic("log_sum_sq_probs", Statistic),
+					statistic("mean_logit", Statistic),
+					statistic("is_top1", Truth),
+					statistic("predicted", Class),
+					written(Operand{Name: "state", Shape: RowStates, DType: Statistic}),
+				},
+				Torch: []Torch{
+					{Name: "token_statistics",
+						Results: []string{"log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted",
+							"state"},
+						OnDemand: []string{"log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted",
+							"state"},
+						Extra: []Option{inplaceBackward}, Backward: "token_statistics_bwd"},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_token_statistics_grad", Refuses: true,
+				Doc: "The gradient of z is dz[j] = dlog_prob * ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + " +
+					"entropy) for each row, and dlogits is that of logits. One of dlog_prob and dentropy, or both, is " +
+					"given. state is forward's. dlogits of a row that is left out is 0, whatever logits are. It is NaN " +
+					"where index is outside of [0, N) and dlog_prob is given.",
+				Operands: []Operand{
+					logits, index, rowMask,
+					{Name: "state", Shape: RowStates, DType: Statistic},
+					{Name: "dlog_prob", Shape: Strided, DType: Statistic, Optional: true, Gradient: "log_prob"},
+					{Name: "dentropy", Shape: Strided, DType: Statistic, Optional: true, Gradient: "entropy"},
+					{Name: "dlogits", Shape: Rows, DType: Same, Like: "logits", Output: true, Over: []string{"logits"},
+						Gradient: "logits"},
+				},
+				Torch: []Torch{
+					{Name: "token_statistics_bwd", Results: []string{"dlogits"}},
+					{Name: "token_statistics_bwd_", Writes: []Written{{"logits", "dlogits"}}},
+				},
+			},
+		},
+	},
+	{
 		Name: "sharded_cross_entropy", Type: "ShardedCrossEntropy",
 		Options: []Option{
 			{Name: "classes", Type: Integer, Default: -1,
 				Doc: "how many there are in all slices; -1: unknown, so that the loss of a target behind them is " +
 					"inf, not NaN"},
-			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this target are ignored"},
+			ignoreIndex,
 			{Name: "mean", Type: Flag, Doc: "loss is the sum of losses divided by the denominator"},
 			{Name: "weighted", Type: Flag, Doc: "parts has the weights of the targets' classes"},
 			batchInvariant,

@@ -17,7 +17,8 @@ var (
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
 		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "GeneralCrossEntropyForward",
 		"GeneralCrossEntropyForwardDX", "LayerNormForward", "LayerNormBackward",
-		"RMSNormResidualForward", "RMSNormResidualBackward",
+		"RMSNormResidualForward", "RMSNormResidualBackward", "TokenStatisticsForward",
+		"AllTokenStatisticsForward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}

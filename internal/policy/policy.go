@@ -42,6 +42,8 @@ const (
 	LayerNormBackward
 	RMSNormResidualForward // the same with a residual, and no bias
 	RMSNormResidualBackward
+	TokenStatisticsForward // log-probability and entropy
+	AllTokenStatisticsForward
 )
 
 // Layout says where the rows of the operands lie.

@@ -9,7 +9,7 @@ var kernelOps = []kernels.Op{
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
 	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualForward,
-	kernels.RMSNormResidualBackward,
+	kernels.RMSNormResidualBackward, kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward,
 }
 
 // Candidates lists what bench/tune.py times for a key: each compiled kernel with the clusters, CTAs per SM
@@ -99,7 +99,8 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 			}
 		case shape == kernels.GridSharedMemory:
 			add(GridSharedMemory, func(r *Row) { r.Over, r.Below, r.Resident = 16383, Count{N: 17}, 2 })
-		case shape == kernels.Partial && (op == CrossEntropyForward || op == GeneralCrossEntropyForward):
+		case shape == kernels.Partial && (op == CrossEntropyForward || op == GeneralCrossEntropyForward ||
+			op == TokenStatisticsForward || op == AllTokenStatisticsForward):
 			perSM(1, 2, 4, 8, 16)(Stream)
 		case shape == kernels.Partial && !dw:
 			for _, n := range []int{1, 2, 4, 8, 16, 64} {

@@ -1202,7 +1202,7 @@ var list50 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var tables = [4][18][3][4][]Row{
+var tables = [4][20][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
@@ -1293,6 +1293,16 @@ var tables = [4][18][3][4][]Row{
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
+		},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
 		},
 	},
 	H200: {
@@ -1386,6 +1396,16 @@ var tables = [4][18][3][4][]Row{
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
 	},
 	Other: {
 		SoftmaxForward: {
@@ -1478,6 +1498,16 @@ var tables = [4][18][3][4][]Row{
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
 	},
 	OtherFast: {
 		SoftmaxForward: {
@@ -1569,6 +1599,16 @@ var tables = [4][18][3][4][]Row{
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
+		},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		},
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
 		},
 	},
 }

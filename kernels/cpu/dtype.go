@@ -76,6 +76,14 @@ func put(v *kernels.Vector, i int, f float64) {
 	putScalar(v.DType, p, f)
 }
 
+func byteAt(v *kernels.Vector, i int) byte { return *(*byte)(unsafe.Add(v.Data, i*int(v.Stride))) }
+
+func putBool(v *kernels.Vector, i int, b bool) { *(*bool)(unsafe.Add(v.Data, i*int(v.Stride))) = b }
+
+func putInt64(v *kernels.Vector, i int, n int64) {
+	*(*int64)(unsafe.Add(v.Data, i*int(v.Stride*v.DType.Size()))) = n
+}
+
 func integerAt(v *kernels.Vector, i int) int64 {
 	p := unsafe.Add(v.Data, i*int(v.Stride*v.DType.Size()))
 	if v.DType == kernels.Int32 {

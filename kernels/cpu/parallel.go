@@ -44,6 +44,7 @@ type more struct {
 	glu    *kernels.GLU
 	rotary *kernels.Rotary
 	qkNorm *kernels.QKNormRotary
+	tokens *kernels.TokenStatistics // with ce, its CrossEntropy
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -83,6 +84,7 @@ type plan struct {
 	columns   int  // numbers that one task sums over all rows
 	recent    int  // numbers that a worker sums over some rows, in T
 	perTask   int  // numbers that each task sums
+	tokens    bool // the first pass has a tokenPartial for each block
 	raw       bool // rows are processed as they lie in memory, without a conversion to T
 }
 
@@ -95,12 +97,13 @@ type step[T float] interface {
 // allocate nothing.
 type call[T float] struct {
 	operands
-	norm       kernels.Norm          // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
-	ce         kernels.CrossEntropy  // its X and DX are unused likewise
-	masked     kernels.MaskedSoftmax // its matrices are unused likewise
-	glu        kernels.GLU           // of its matrices only DUp is used
-	rotary     kernels.Rotary        // x stands for all its heads
-	qkNorm     kernels.QKNormRotary  // its Rotary is unused
+	norm       kernels.Norm            // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
+	ce         kernels.CrossEntropy    // its X and DX are unused likewise
+	masked     kernels.MaskedSoftmax   // its matrices are unused likewise
+	glu        kernels.GLU             // of its matrices only DUp is used
+	rotary     kernels.Rotary          // x stands for all its heads
+	qkNorm     kernels.QKNormRotary    // its Rotary is unused
+	tokens     kernels.TokenStatistics // its CrossEntropy is unused: ce takes its place
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -127,12 +130,13 @@ type call[T float] struct {
 	classWeights float64   // with label smoothing: the sum of the class weights
 	blockWeights []float64 // and the sums of each block's, nil without class weights
 
-	fixed         []byte     // the workspace that is pooled with the call
-	mapped        []byte     // the workspace of this call, if fixed is too small
-	splitPartials []partial  // of all rows, with plan.splitRows
-	splitStats    []rowStats // of all rows, with plan.splitRows
-	taskSums      []float64  // of all tasks, with plan.perTask
-	sums          []float64  // plan.sums rows, each of dw's and then db's partial sums
+	fixed         []byte         // the workspace that is pooled with the call
+	mapped        []byte         // the workspace of this call, if fixed is too small
+	splitPartials []partial      // of all rows, with plan.splitRows
+	splitStats    []rowStats     // of all rows, with plan.splitRows
+	splitTokens   []tokenPartial // the same with plan.tokens
+	taskSums      []float64      // of all tasks, with plan.perTask
+	sums          []float64      // plan.sums rows, each of dw's and then db's partial sums
 
 	weight, bias perColumn[T]
 }
@@ -141,20 +145,21 @@ type call[T float] struct {
 // helpers, or all on the threads that SetParallelFor has brought.
 type worker[T float] struct {
 	*call[T]
-	number   int
-	queue    taskQueue
-	task     int       // the current one
-	buffer   []T       // three parts, see scratch
-	ahead    int       // elements of other rows in part 0, before the current one, with plan.together
-	rounded  []T       // two blocks: one for roundTo, one for an intermediate result
-	partials []partial // of the current row, or of plan.together rows of one block
-	dw, db   []float64 // sums over rows from column sumFrom on, nil for absent ones
-	sumFrom  int       // column
-	columns  []float64 // memory for dw and db, see plan.columns
-	recent   []T       // sums over rows that are not in dw yet, see plan.recent
-	together together
-	tanhs    []float64       // a block, of cross-entropy with a cap
-	_        [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
+	number      int
+	queue       taskQueue
+	task        int            // the current one
+	buffer      []T            // three parts, see scratch
+	ahead       int            // elements of other rows in part 0, before the current one, with plan.together
+	rounded     []T            // two blocks: one for roundTo, one for an intermediate result
+	partials    []partial      // of the current row, or of plan.together rows of one block
+	blockTokens []tokenPartial // of the current row, with plan.tokens
+	dw, db      []float64      // sums over rows from column sumFrom on, nil for absent ones
+	sumFrom     int            // column
+	columns     []float64      // memory for dw and db, see plan.columns
+	recent      []T            // sums over rows that are not in dw yet, see plan.recent
+	together    together
+	tanhs       []float64       // a block, of cross-entropy with a cap
+	_           [cacheLine]byte // keeps workers apart, so that they do not write to the same cache line
 }
 
 // together is what a worker keeps of plan.together rows besides partials.
@@ -212,6 +217,10 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	if m.qkNorm != nil {
 		c.qkNorm, c.rotary = *m.qkNorm, m.qkNorm.Rotary
 	}
+	if m.tokens != nil {
+		c.tokens = *m.tokens
+		c.tokens.CrossEntropy = kernels.CrossEntropy{}
+	}
 	c.work = bytes
 	if o.exponentials {
 		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
@@ -237,6 +246,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	if m.glu != nil {
 		c.glu = kernels.GLU{}
+	}
+	if m.tokens != nil {
+		c.tokens = kernels.TokenStatistics{}
 	}
 	if m.rotary != nil || m.qkNorm != nil {
 		c.rotary, c.qkNorm = kernels.Rotary{}, kernels.QKNormRotary{}
@@ -296,6 +308,9 @@ func (c *call[T]) layOut(memory []byte) int {
 		splitRows, blocks = c.rows, 0
 	}
 	c.splitPartials, c.splitStats = take[partial](&a, splitRows*c.blocks), take[rowStats](&a, splitRows)
+	if c.plan.tokens {
+		c.splitTokens = take[tokenPartial](&a, splitRows*c.blocks)
+	}
 	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
 	c.taskSums = take[float64](&a, c.plan.perTask*c.plan.tasks)
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
@@ -317,6 +332,10 @@ func (c *call[T]) layOut(memory []byte) int {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))
+		w.blockTokens = nil
+		if c.plan.tokens {
+			w.blockTokens = take[tokenPartial](&a, blocks)
+		}
 		w.columns = take[float64](&a, c.plan.columns)
 		w.recent = take[T](&a, c.plan.recent)
 		w.dw, w.db = nil, nil

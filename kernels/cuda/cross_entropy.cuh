@@ -582,16 +582,19 @@ __device__ __forceinline__ void combine_slices_body(const CrossEntropyArgs& a) {
 }
 
 // Prefetches into L2 what a CTA of elementwise_body maps later.
-template <class T>
-__device__ __forceinline__ void prefetch_later_part(const Rows& r, unsigned part, unsigned parts,
-                                                    int64_t rows_per_cta) {
+template <class Op>
+__device__ __forceinline__ void prefetch_later_part(const typename Op::Args& args, unsigned part) {
 #ifdef GANDER_SM90
+  using T = typename Op::T;
+  const Rows& r = args.rows;
+  const unsigned parts = args.parts;
+  const int64_t rows_per_cta = args.rows_per_cta;
   const unsigned later = part + r.prefetch_distance;
   if (r.prefetch_distance == 0 || threadIdx.x != 0 || part < r.prefetch_from || later >= parts) return;
   const int64_t row = later / r.splits * rows_per_cta, chunk = r.chunk * kElements<T>;
   const int64_t first = later % r.splits * chunk;
   const int64_t count = rows_per_cta == 1 ? min(chunk, r.n - first) : min(rows_per_cta, r.m - row) * r.n;
-  if (rows_per_cta == 1 || r.a_stride == r.n)
+  if ((rows_per_cta == 1 || r.a_stride == r.n) && !Op::skips(args, row))
     prefetch_l2(static_cast<const T*>(r.a) + row * r.a_stride + first, count * sizeof(T));
 #endif
 }
@@ -602,12 +605,13 @@ __device__ __forceinline__ void map_part(const typename Op::Args& args, unsigned
   using T = typename Op::T;
   constexpr int E = kElements<T>;
   const Rows& r = args.rows;
-  prefetch_later_part<T>(r, part, args.parts, args.rows_per_cta);
+  prefetch_later_part<Op>(args, part);
   const ThreadInRow thread(args, part);
   if (thread.is_idle) return;
   const int64_t row = thread.row;
   const RowView<T> p = row_view<Op, Unaligned, false>(r, row, part % r.splits);
-  const Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
+  Bounds load_bounds = Unaligned ? p.load_bounds() : p.bounds;
+  if (Op::skips(args, row)) load_bounds.clear();
   auto sc = Op::load_scalars(args, row, false);
   T* const y = static_cast<T*>(p.y);
   const int step = thread.threads * E;

@@ -53,10 +53,13 @@ struct MappedVector {
   __device__ __forceinline__ float z(const GeneralCrossEntropyArgs& a, int j) const {
     return __fmul_rn(a.outer, x[j]);
   }
-  // exp(z - reference).
+  // log2(exp(z - reference)).
+  __device__ __forceinline__ float exponent(const GeneralCrossEntropyArgs& a, float reference, int j) const {
+    return fmaf(a.outer, x[j], -reference) * kLog2E;
+  }
   __device__ __forceinline__ float exponential(const GeneralCrossEntropyArgs& a, float reference,
                                                int j) const {
-    return quick_exp2(fmaf(a.outer, x[j], -reference) * kLog2E);
+    return quick_exp2(exponent(a, reference, j));
   }
   // The derivative is that of all elements times that of one.
   __device__ __forceinline__ static float derivative(const GeneralCrossEntropyArgs& a) { return a.outer; }
@@ -92,9 +95,12 @@ struct MappedVector<E, true> {
   __device__ __forceinline__ float z(const GeneralCrossEntropyArgs& a, int j) const {
     return fmaf(-2.f * a.outer, r[j], a.outer);
   }
+  __device__ __forceinline__ float exponent(const GeneralCrossEntropyArgs& a, float reference, int j) const {
+    return fmaf(-2.f * kLog2E * a.outer, r[j], (a.outer - reference) * kLog2E);
+  }
   __device__ __forceinline__ float exponential(const GeneralCrossEntropyArgs& a, float reference,
                                                int j) const {
-    return quick_exp2(fmaf(-2.f * kLog2E * a.outer, r[j], (a.outer - reference) * kLog2E));
+    return quick_exp2(exponent(a, reference, j));
   }
   __device__ __forceinline__ static float derivative(const GeneralCrossEntropyArgs& a) {
     return 4.f * a.outer * a.inner;

@@ -160,6 +160,11 @@ struct RowOperator {
     if constexpr (Op::State::kMaxFirst) return lowest_vector<typename Op::T>();
     else return zero_vector();
   }
+  // Whether a row's elements are not even loaded. Its loads wait for the answer.
+  template <class Args>
+  __device__ __forceinline__ static bool skips(const Args&, int64_t row) {
+    return false;
+  }
   // Loads of a row's scalars that depend on no other load. They are issued before the loads of the row.
   template <class Args>
   __device__ __forceinline__ static auto load_scalars(const Args&, int64_t row, bool leader) {
@@ -413,7 +418,7 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
-  if (!active) p.bounds.clear();
+  if (!active || Op::skips(args, row)) p.bounds.clear();
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
   auto sc = Op::load_scalars(args, active ? row : 0, leader);  // after the row's loads: it may wait
@@ -524,7 +529,8 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const int64_t row = blockIdx.x / args.rows.splits;
   const int chunk = blockIdx.x % args.rows.splits;
   const bool leader = threadIdx.x == 0;
-  const RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
+  RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
+  if (Op::skips(args, row)) p.bounds.clear();
   Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
   int e = threadIdx.x * kElements<T>;
   // Before what may wait. Not in unaligned kernels: 24576 x 50257 took 1.02 times as long.

@@ -19,6 +19,7 @@ from ._functions.linear_cross_entropy import linear_cross_entropy
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
 from ._functions.rotary import apply_rotary_emb, qk_norm_rotary, rotary
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
+from ._functions.token_statistics import token_statistics
 from .info import __version__, algorithms, explain, get_include, info, warmup
 from .info import prefix as _prefix
 
@@ -59,6 +60,7 @@ __all__ = [
     "softmax_bwd",
     "softmax_fwd",
     "swiglu",
+    "token_statistics",
     "warmup",
 ]
 

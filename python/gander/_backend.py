@@ -45,7 +45,7 @@ class Backend(Operators, Protocol):
     def is_ours(self, x: Any, other: Any) -> bool:
         """Whether another argument is of x's library."""
 
-    def check_targets(self, classes: int, target: Any, ignore_index: int) -> None:
+    def check_targets(self, classes: int, target: Any, ignore_index: int, name: str = "target") -> None:
         """Raises IndexError if an element of target is neither a class nor ignore_index."""
 
     def check_writable(self, **arrays: Any) -> None:

@@ -21,6 +21,8 @@
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 136, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_backward_options, 128, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_forward_options, 120, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_backward_options, 80, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_combine_options, 88, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS) \
   S(gander_rescale_gradient_options, 32, GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_forward_options, 24, GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS) \
@@ -45,6 +47,8 @@
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 136, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_grad_options, 128, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_options, 120, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_grad_options, 80, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_options, 88, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_rescale_options, 32, GANDER_RESCALE_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_options, 24, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS) \
@@ -229,6 +233,31 @@
   F(gander_cross_entropy_backward_options, scale, 104) \
   F(gander_cross_entropy_backward_options, softcap, 112) \
   F(gander_cross_entropy_backward_options, temperature, 120) \
+  F(gander_token_statistics_forward_options, size, 0) F(gander_token_statistics_forward_options, magic, 4) \
+  F(gander_token_statistics_forward_options, allocator, 8) \
+  F(gander_token_statistics_forward_options, row_mask, 16) \
+  F(gander_token_statistics_forward_options, log_prob, 24) \
+  F(gander_token_statistics_forward_options, entropy, 32) \
+  F(gander_token_statistics_forward_options, log_sum_sq_probs, 40) \
+  F(gander_token_statistics_forward_options, mean_logit, 48) \
+  F(gander_token_statistics_forward_options, is_top1, 56) \
+  F(gander_token_statistics_forward_options, predicted, 64) \
+  F(gander_token_statistics_forward_options, state, 72) \
+  F(gander_token_statistics_forward_options, ignore_index, 80) \
+  F(gander_token_statistics_forward_options, scale, 88) \
+  F(gander_token_statistics_forward_options, softcap, 96) \
+  F(gander_token_statistics_forward_options, temperature, 104) \
+  F(gander_token_statistics_forward_options, batch_invariant, 112) \
+  F(gander_token_statistics_backward_options, size, 0) F(gander_token_statistics_backward_options, magic, 4) \
+  F(gander_token_statistics_backward_options, allocator, 8) \
+  F(gander_token_statistics_backward_options, row_mask, 16) \
+  F(gander_token_statistics_backward_options, dlog_prob, 24) \
+  F(gander_token_statistics_backward_options, dentropy, 32) \
+  F(gander_token_statistics_backward_options, ignore_index, 40) \
+  F(gander_token_statistics_backward_options, scale, 48) \
+  F(gander_token_statistics_backward_options, softcap, 56) \
+  F(gander_token_statistics_backward_options, temperature, 64) \
+  F(gander_token_statistics_backward_options, batch_invariant, 72) \
   F(gander_sharded_cross_entropy_combine_options, size, 0) F(gander_sharded_cross_entropy_combine_options, magic, 4) \
   F(gander_sharded_cross_entropy_combine_options, allocator, 8) \
   F(gander_sharded_cross_entropy_combine_options, losses, 16) \
@@ -440,6 +469,31 @@
   F(gander_cross_entropy_grad_options, scale, 104) \
   F(gander_cross_entropy_grad_options, softcap, 112) \
   F(gander_cross_entropy_grad_options, temperature, 120) \
+  F(gander_token_statistics_options, size, 0) F(gander_token_statistics_options, magic, 4) \
+  F(gander_token_statistics_options, allocator, 8) \
+  F(gander_token_statistics_options, row_mask, 16) \
+  F(gander_token_statistics_options, log_prob, 24) \
+  F(gander_token_statistics_options, entropy, 32) \
+  F(gander_token_statistics_options, log_sum_sq_probs, 40) \
+  F(gander_token_statistics_options, mean_logit, 48) \
+  F(gander_token_statistics_options, is_top1, 56) \
+  F(gander_token_statistics_options, predicted, 64) \
+  F(gander_token_statistics_options, state, 72) \
+  F(gander_token_statistics_options, ignore_index, 80) \
+  F(gander_token_statistics_options, scale, 88) \
+  F(gander_token_statistics_options, softcap, 96) \
+  F(gander_token_statistics_options, temperature, 104) \
+  F(gander_token_statistics_options, batch_invariant, 112) \
+  F(gander_token_statistics_grad_options, size, 0) F(gander_token_statistics_grad_options, magic, 4) \
+  F(gander_token_statistics_grad_options, allocator, 8) \
+  F(gander_token_statistics_grad_options, row_mask, 16) \
+  F(gander_token_statistics_grad_options, dlog_prob, 24) \
+  F(gander_token_statistics_grad_options, dentropy, 32) \
+  F(gander_token_statistics_grad_options, ignore_index, 40) \
+  F(gander_token_statistics_grad_options, scale, 48) \
+  F(gander_token_statistics_grad_options, softcap, 56) \
+  F(gander_token_statistics_grad_options, temperature, 64) \
+  F(gander_token_statistics_grad_options, batch_invariant, 72) \
   F(gander_sharded_cross_entropy_options, size, 0) F(gander_sharded_cross_entropy_options, magic, 4) \
   F(gander_sharded_cross_entropy_options, allocator, 8) \
   F(gander_sharded_cross_entropy_options, losses, 16) \

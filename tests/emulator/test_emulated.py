@@ -15,8 +15,12 @@ RANDOM = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
 OTHER = {"float16": "float32", "bfloat16": "float16", "float32": "bfloat16"}
 # The element types and shapes of operands, where they are not those of x.
 DTYPES = dict.fromkeys(("mean", "rstd", "rnorm", "loss", "lse", "dloss", "dlse", "denominator"), "float32")
-DTYPES |= {"target": "int64", "mask": "bool"}
+DTYPES |= {"target": "int64", "mask": "bool", "index": "int32", "row_mask": "int64"}
+DTYPES |= {"is_top1": "bool", "predicted": "int64"}
+STATISTICS = ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "state", "dlog_prob", "dentropy")
+DTYPES |= dict.fromkeys(STATISTICS, "float32")
 PER_ROW, PER_COLUMN = ("mean", "rstd", "rnorm", "loss", "dloss", "dlse"), ("weight", "bias", "dw", "db")
+PER_ROW += ("index", "row_mask", "is_top1", "predicted", *STATISTICS[:4], *STATISTICS[5:])
 
 
 class Rows:
@@ -35,13 +39,17 @@ class Rows:
             return (self.m,)
         if name in PER_COLUMN:
             return (self.n,)
-        return {"lse": (2, self.m), "denominator": (1,)}.get(name, (self.m, self.n))
+        return {"lse": (2, self.m), "state": (3, self.m), "denominator": (1,)}.get(name, (self.m, self.n))
 
     def _input(self, name):
-        if name == "target":  # some are ignored or out of range
+        if name in ("target", "index"):  # some are ignored or out of range
             classes = np.arange(self.m) * 7919 % self.n
             classes[3::7], classes[5::11] = -100, self.n + 3
             return classes
+        if name == "row_mask":
+            return np.arange(self.m) % 4
+        if name == "state":
+            return np.stack([np.full(self.m, k) for k in (4.0, np.log(self.n), 0.5)])
         if name == "lse":
             return np.stack([np.full(self.m, 4.0), np.full(self.m, np.log(self.n))])
         values = self.values(*self._shape(name))
@@ -82,6 +90,24 @@ CALLS = {
     "general_cross_entropy_forward": ("cross_entropy_forward", "x target weight", "loss lse", SMOOTHED),
     "general_cross_entropy_forward_dx": ("cross_entropy_forward", "x target weight", "loss dx", SMOOTHED),
     "general_cross_entropy_backward": ("cross_entropy_backward", "x target weight dloss lse", "dx", SMOOTHED),
+    "token_statistics_forward": (
+        "token_statistics_forward",
+        "logits index row_mask",
+        "log_prob entropy state",
+        {},
+    ),
+    "all_token_statistics_forward": (
+        "token_statistics_forward",
+        "logits index row_mask",
+        "log_prob entropy log_sum_sq_probs mean_logit is_top1 predicted",
+        {"temperature": 0.7},
+    ),
+    "token_statistics_backward": (
+        "token_statistics_backward",
+        "logits index row_mask state dlog_prob dentropy",
+        "dlogits",
+        {"softcap": 3.0},
+    ),
     "glu_forward": ("glu_forward", "gate up", "y", {}),
     "glu_backward": ("glu_backward", "gate up dy", "dgate dup", {}),
 }
@@ -209,7 +235,7 @@ def test_kernel(name, planner):
     regime, layout, options = REGIMES[shape], suffix, {}
     if op == "rmsnorm_backward" and shape in ("rows", "partial"):
         op = "rmsnorm_backward_dx"
-    if op.endswith("cross_entropy_forward"):
+    if op.endswith(("cross_entropy_forward", "token_statistics_forward")):
         regime = "stream" if shape == "partial" else regime
         options["batch_invariant"] = (
             suffix == "_unaligned"
@@ -560,6 +586,38 @@ def test_loss_options(dtype, vectors, suffix, more):
         assert np.isfinite(loss[[6, 7]]).all() if capped else np.isnan(loss[[6, 7]]).all()
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
+@pytest.mark.parametrize("more", [{}, {"scale": 0.5, "temperature": 0.7}, {"softcap": 3.0}])
+def test_token_statistics(dtype, vectors, suffix, more):
+    """Rows that are left out, indices out of range, all kinds of infinities, several tokens with the maximum."""
+    rows = Rows(11, length(vectors, dtype, suffix), dtype)
+    x, last = rows.values(rows.m, rows.n).copy(), rows.n - 1
+    index, row_mask = 1 + np.arange(rows.m) * 31 % last, np.ones(rows.m)
+    row_mask[1], index[3], index[4] = 0, -100, rows.n
+    x[[1, 3]] = np.nan
+    x[5, :last] = -np.inf
+    x[6, index[6]] = np.inf
+    x[7] = -np.inf
+    x[8] = 40
+    x[8, index[8]] = 90  # nearly certain
+    x[9, [0, last // 2, last]] = 8
+    x[10, last // 3] = np.nan
+    inputs = {"logits": (dtype, x), "index": ("int32", index), "row_mask": ("bool", row_mask)}
+    options, all_of = {"layout": LAYOUTS[suffix], **more}, CALLS["all_token_statistics_forward"][2]
+    made = check("token_statistics_forward", inputs, rows.outputs("log_prob entropy state"), **options)
+    check("token_statistics_forward", inputs, rows.outputs(all_of), **options)
+    log_prob, entropy = made["log_prob"], made["entropy"]
+    assert (log_prob[[1, 3]] == 0).all() and np.isnan(log_prob[[4, 10]]).all() and np.isnan(entropy[10])
+    assert np.isfinite(log_prob[[0, 2, 8, 9]]).all() and not (log_prob > 0).any() and not (entropy < 0).any()
+    assert np.isfinite(log_prob[[6, 7]]).all() if "softcap" in more else np.isnan(log_prob[[6, 7]]).all()
+    saved = {"state": ("float32", made["state"])}
+    for upstream in "dlog_prob", "dentropy", "dlog_prob dentropy":
+        given = inputs | saved | rows.inputs(upstream)
+        dlogits = check("token_statistics_backward", given, rows.outputs("dlogits"), **options)["dlogits"]
+        assert (dlogits[[1, 3]] == 0).all() and np.isnan(dlogits[4]).all() == ("dlog_prob" in upstream)
+
+
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("vectors", (33, 180, 256, 600, 2600))  # kernels that keep exponentials, and others
 @pytest.mark.parametrize("more", [{}, *EACH_OPTION[::2]])
@@ -712,6 +770,7 @@ IN_PLACE = (
     ("rmsnorm_backward", "dx", "dout"),
     ("layernorm_backward", "dx", "dout"),
     ("cross_entropy_forward_dx", "dx", "x"),
+    ("token_statistics_backward", "dlogits", "logits"),
     ("cross_entropy_backward", "dx", "x"),
 )
 
@@ -740,6 +799,7 @@ def test_layernorm_in_place(dtype, suffix):
 
 INVARIANT = (
     *("softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"),
+    "all_token_statistics_forward",
     "rmsnorm_residual_forward",
 )
 

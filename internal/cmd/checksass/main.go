@@ -129,6 +129,10 @@ var rows = map[kernels.Op]struct {
 	kernels.GeneralCrossEntropyForwardDX: {1, true, false},
 	kernels.GeneralCrossEntropyBackward:  {1, true, false},
 
+	kernels.TokenStatisticsForward:    {1, false, false},
+	kernels.AllTokenStatisticsForward: {1, false, false},
+	kernels.TokenStatisticsBackward:   {1, true, false},
+
 	kernels.NormForward:       {1, true, true},
 	kernels.NormBackward:      {2, true, true},
 	kernels.LayerNormForward:  {1, true, false},

@@ -104,6 +104,7 @@ var argStructs = map[string][]reflect.Type{
 	"glu":                   {reflect.TypeFor[kernels.GLUArgs]()},
 	"rotary":                {reflect.TypeFor[kernels.HeadStrides](), reflect.TypeFor[kernels.RotaryArgs]()},
 	"qk_norm_rotary":        {reflect.TypeFor[kernels.QKNormRotaryArgs]()},
+	"token_statistics":      {reflect.TypeFor[kernels.TokenStatisticsArgs]()},
 }
 
 // enums are what else the header of a group declares.
@@ -222,6 +223,10 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.GeneralCrossEntropyForward:   {"GeneralCrossEntropyForward<%s, false>", ""},
 	kernels.GeneralCrossEntropyForwardDX: {"GeneralCrossEntropyForward<%s, true>", ""},
 	kernels.GeneralCrossEntropyBackward:  {"GeneralCrossEntropyBackward<%s>", ""},
+
+	kernels.TokenStatisticsForward:    {"TokenStatisticsForward<%s, false>", ""},
+	kernels.AllTokenStatisticsForward: {"TokenStatisticsForward<%s, true>", ""},
+	kernels.TokenStatisticsBackward:   {"TokenStatisticsBackward<%s>", ""},
 
 	kernels.RMSNormResidualForward:  {"RMSNormResidualForward<%s>", ""},
 	kernels.RMSNormResidualBackward: {"RMSNormResidualBackward<%s>", ""},

@@ -252,8 +252,8 @@ func goExports() string {
 	var t text
 	t.add("%s\n", goGenerated)
 	t.add("package main\n\n// #include \"internal.h\"\nimport \"C\"\n")
-	t.add("import (\n\"unsafe\"\n\n%q\n%q\n)\n", "github.com/gander-go/gander/kernels",
-		"github.com/gander-go/gander/ops")
+	t.add("import (\n\"unsafe\"\n\n%q\n%q\n%q\n)\n", "github.com/gander-go/gander/dlpack",
+		"github.com/gander-go/gander/kernels", "github.com/gander-go/gander/ops")
 	t.add("var _ kernels.Reduction // the import may otherwise be unused")
 	for _, o := range all() {
 		goBorrowed(&t, o)
@@ -390,7 +390,10 @@ func goOwned(t *text, o operator) {
 				rule.Made(true))
 		}
 		dtype := "made.dtype()"
-		if operators.DTypes[p.DType].Statistic {
+		switch made := operators.DTypes[p.DType].Made; {
+		case made != "":
+			dtype = "dlpack." + made
+		case operators.DTypes[p.DType].Statistic:
 			dtype = "made.statistic()"
 		}
 		if p.Like != "" && p.Like != first.Name {

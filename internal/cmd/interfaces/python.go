@@ -138,6 +138,9 @@ func pythonRules(t *text) {
 		if r.Statistic {
 			statistic = ", statistic=True"
 		}
+		if r.Made != "" {
+			statistic = fmt.Sprintf(", made=%q", strings.ToLower(r.Made))
+		}
 		names := func(list []string) string { return strings.ToLower(quoted(list...)) }
 		t.add("    %q: DTypeRule((%s), (%s)%s),", r.Name, names(r.Narrow), names(r.Wide), statistic)
 	}

@@ -140,11 +140,11 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 		made := p.Output && slices.Contains(op.Results, p.Name)
 		saved, with := savedResult(o, op, p.Name)
 		each, all := madeSizes(o, op, p)
-		t.add("            {%q, %s, {%q, %q}, .statistic = %t, .argument = %d, .over = %d, .choice = %d, "+
+		t.add("            {%q, %s, {%q, %q}, .statistic = %t%s, .argument = %d, .over = %d, .choice = %d, "+
 			".like = %d, .fits = %d, .written = %t, .made = %t, .index = %t, .demand = %d, .saved = %t, "+
 			".saved_with = %d},",
 			p.Name, cLayouts[operators.Shapes[p.Shape].Layout], each, all, operators.DTypes[p.DType].Statistic,
-			at, over, choice, o.operandAt(p.Like), o.operandAt(p.Fits), written, made,
+			cMade(p), at, over, choice, o.operandAt(p.Like), o.operandAt(p.Fits), written, made,
 			p.DType == operators.Index, position(list, demand(p.Name)), saved, position(list, with))
 	}
 	t.add("        },")
@@ -267,4 +267,18 @@ func operatorOf(torch string) operator {
 		}
 	}
 	panic("no operator of PyTorch has the name " + torch)
+}
+
+// cMade is the dtype of an output that follows from its rule alone.
+func cMade(p operators.Operand) string {
+	switch made := operators.DTypes[p.DType].Made; made {
+	case "":
+		return ""
+	case "Bool":
+		return ", .dtype = {kDLBool, 8, 1}"
+	case "Int64":
+		return ", .dtype = {kDLInt, 64, 1}"
+	default:
+		panic(made + " has no name in DLPack here")
+	}
 }

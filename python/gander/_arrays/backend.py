@@ -158,6 +158,6 @@ def cast(x: Any, to: Any) -> tuple[Any, Any]:
     return x, to
 
 
-def check_targets(classes: int, target: Any, ignore_index: int) -> None:
+def check_targets(classes: int, target: Any, ignore_index: int, name: str = "target") -> None:
     """Raises IndexError if an element of target is neither a class nor ignore_index."""
-    _debug.check_targets(classes, indices(target), ignore_index)
+    _debug.check_targets(classes, indices(target), ignore_index, name)

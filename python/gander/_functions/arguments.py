@@ -55,12 +55,12 @@ def code_of(argument: str, name: Any, names: tuple[str, ...], none: str = "") ->
     return names.index(name)
 
 
-def check_targets(ops: Any, classes: Any, target: Any, ignore_index: int) -> None:
-    """classes: a tensor whose last dimension is that of the classes, or their number."""
+def check_targets(ops: Any, classes: Any, target: Any, ignore_index: int, name: str = "target") -> None:
+    """classes: a tensor whose last dimension is that of the classes, or their number. name: of target."""
     shape = (classes,) if isinstance(classes, int) else getattr(classes, "shape", ())
     integer("ignore_index", ignore_index)
     if shape and hasattr(target, "dtype"):  # else the operator refuses it
-        ops.check_targets(shape[-1], target, ignore_index)
+        ops.check_targets(shape[-1], target, ignore_index, name)
 
 
 # The defaults of a loss's options. Functions compare with `is`: most calls have no options.

@@ -143,6 +143,18 @@ class Operators(Protocol):
         """gander_cross_entropy_backward: returns nothing."""
         ...
 
+    def token_statistics(self, logits: Any, index: Any, row_mask: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_log_prob: bool = False, needs_entropy: bool = False, needs_log_sum_sq_probs: bool = False, needs_mean_logit: bool = False, needs_is_top1: bool = False, needs_predicted: bool = False, needs_state: bool = False) -> Any:
+        """gander_token_statistics_forward: returns log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state."""
+        ...
+
+    def token_statistics_bwd(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+        """gander_token_statistics_backward: returns dlogits."""
+        ...
+
+    def token_statistics_bwd_(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+        """gander_token_statistics_backward: returns nothing."""
+        ...
+
     def sharded_cross_entropy_combine(self, parts: Any, target: Any, max: Any, log_sum: Any, losses: Any = None, loss: Any = None, weights: Any = None, denominator: Any = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:
         """gander_sharded_cross_entropy_combine: returns nothing."""
         ...

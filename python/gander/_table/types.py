@@ -45,6 +45,7 @@ class DTypeRule(NamedTuple):
     statistic: bool = (
         False  # by default an output has the dtype of statistics, else that of the first operand
     )
+    made: str = ""  # or always this one
 
 
 class Operand(NamedTuple):

@@ -110,7 +110,10 @@ class _Call:
         like = self.values.get(operand.like)
         if like is not None:
             return like.dtype
-        return statistic(self.first.dtype) if DTYPES[operand.dtype].statistic else self.first.dtype
+        rule = DTYPES[operand.dtype]
+        if rule.made:
+            return getattr(torch, rule.made)
+        return statistic(self.first.dtype) if rule.statistic else self.first.dtype
 
     def result(self, operand):
         dtype, like = self.dtype_of(operand), self.values.get(operand.fits)

@@ -132,7 +132,7 @@ def scalar(name: str, value, x: Tensor) -> Tensor:
     return x.new_full((), number(name, value), dtype=dtype)
 
 
-def check_targets(classes: int, target, ignore_index: int) -> None:
+def check_targets(classes: int, target, ignore_index: int, name: str = "target") -> None:
     """Raises IndexError if an element of target is neither a class nor ignore_index. Targets that are traced
     or transformed have no values yet."""
     if isinstance(target, Tensor):
@@ -142,4 +142,4 @@ def check_targets(classes: int, target, ignore_index: int) -> None:
             target = target.full_tensor()
         if target.dtype == torch.uint8:  # to which torch would convert the numbers that it is compared with
             target = target.long()
-    _debug.check_targets(classes, target, ignore_index)
+    _debug.check_targets(classes, target, ignore_index, name)

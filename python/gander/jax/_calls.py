@@ -101,6 +101,8 @@ def dtype_of(call: Call, result: Operand, values: dict[str, Any]) -> str:
     like, first = values.get(result.like), str(values[call.first].dtype)
     if like is not None:
         return str(like.dtype)
+    if made := DTYPES[result.dtype].made:
+        return made
     if DTYPES[result.dtype].statistic:
         return "float64" if first == "float64" else "float32"
     return first

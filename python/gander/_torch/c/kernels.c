@@ -441,6 +441,7 @@ static void make_output(Call* call, const Operator* op, int i, Operand* operands
   int32_t dtype = op->operands[i].statistic ? statistics(first) : first->dtype;
   int64_t sizes[MAX_RANK], rank = 1;
   if (call->failed || first->dl.ndim > MAX_RANK) return;
+  if (op->operands[i].dtype.bits != 0) dtype = torch_dtype(op->operands[i].dtype);
   if (like >= 0 && operands[like].handle != NULL) dtype = operands[like].dtype;
   if (choice >= 0 && (int32_t)arguments[choice] >= 0) dtype = (int32_t)arguments[choice];
   if (!is_demanded(op, i, arguments)) {

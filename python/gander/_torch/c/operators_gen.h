@@ -21,6 +21,8 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_token_statistics_forward) \
+  F(gander_token_statistics_backward) \
   F(gander_sharded_cross_entropy_combine) \
   F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
@@ -697,6 +699,67 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       call->stream);
 }
 
+static int32_t call_token_statistics(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_token_statistics_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .row_mask = optional(&o[2]),
+      .log_prob = optional(&o[3]),
+      .entropy = optional(&o[4]),
+      .log_sum_sq_probs = optional(&o[5]),
+      .mean_logit = optional(&o[6]),
+      .is_top1 = optional(&o[7]),
+      .predicted = optional(&o[8]),
+      .state = optional(&o[9]),
+      .ignore_index = (int64_t)a[3],
+      .scale = as_double(a[4]),
+      .softcap = as_double(a[5]),
+      .temperature = as_double(a[6]),
+      .batch_invariant = (a[7] & 1) != 0,
+  };
+  return lib.gander_token_statistics_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
+static int32_t call_token_statistics_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_token_statistics_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .row_mask = optional(&o[2]),
+      .dlog_prob = optional(&o[4]),
+      .dentropy = optional(&o[5]),
+      .ignore_index = (int64_t)a[6],
+      .scale = as_double(a[7]),
+      .softcap = as_double(a[8]),
+      .temperature = as_double(a[9]),
+      .batch_invariant = (a[10] & 1) != 0,
+  };
+  return lib.gander_token_statistics_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[6]), &options, call->stream);
+}
+
+static int32_t call_token_statistics_bwd_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_token_statistics_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .row_mask = optional(&o[2]),
+      .dlog_prob = optional(&o[4]),
+      .dentropy = optional(&o[5]),
+      .ignore_index = (int64_t)a[6],
+      .scale = as_double(a[7]),
+      .softcap = as_double(a[8]),
+      .temperature = as_double(a[9]),
+      .batch_invariant = (a[10] & 1) != 0,
+  };
+  return lib.gander_token_statistics_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[6]), &options, call->stream);
+}
+
 static int32_t call_sharded_cross_entropy_combine(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_sharded_cross_entropy_combine_options options = {
@@ -802,6 +865,9 @@ enum {
   OP_CROSS_ENTROPY_BWD_,
   OP_CROSS_ENTROPY_BWD_OUT,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_TOKEN_STATISTICS,
+  OP_TOKEN_STATISTICS_BWD,
+  OP_TOKEN_STATISTICS_BWD_,
   OP_SHARDED_CROSS_ENTROPY_COMBINE,
   OP_RESCALE_,
   OP_LOGSUMEXP,
@@ -1544,6 +1610,74 @@ static const Operator operators[] = {
         .has_gradient = false,
     },
     {
+        .name = "token_statistics",
+        .operator = "token_statistics_forward",
+        .call = call_token_statistics,
+        .arguments = "TTOifffbebbbbbbb",
+        .reduction = -1,
+        .operand_count = 10,
+        .operands = {
+            {"logits", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"index", REGULAR, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"row_mask", REGULAR, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_prob", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 9, .saved = false, .saved_with = -1},
+            {"entropy", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 10, .saved = false, .saved_with = -1},
+            {"log_sum_sq_probs", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 11, .saved = false, .saved_with = -1},
+            {"mean_logit", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 12, .saved = false, .saved_with = -1},
+            {"is_top1", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLBool, 8, 1}, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 13, .saved = false, .saved_with = -1},
+            {"predicted", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLInt, 64, 1}, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 14, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"3L", "3L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 15, .saved = true, .saved_with = -1},
+        },
+        .result_count = 7,
+        .results = {3, 4, 5, 6, 7, 8, 9},
+        .fast = true,
+        .has_gradient = true,
+        .differentiable = {true, false, false, false, false, false, false, false, false, false, false, false, false, false, false, false},
+        .saved_count = 4,
+        .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {6, -1}},
+    },
+    {
+        .name = "token_statistics_bwd",
+        .operator = "token_statistics_backward",
+        .call = call_token_statistics_bwd,
+        .arguments = "TTOTOOifffb",
+        .reduction = -1,
+        .operand_count = 7,
+        .operands = {
+            {"logits", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"index", REGULAR, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"row_mask", REGULAR, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dlog_prob", REGULAR, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dentropy", REGULAR, {"", ""}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dlogits", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {6},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "token_statistics_bwd_",
+        .operator = "token_statistics_backward",
+        .call = call_token_statistics_bwd_,
+        .arguments = "TTOTOOifffb",
+        .reduction = -1,
+        .operand_count = 7,
+        .operands = {
+            {"logits", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"index", REGULAR, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"row_mask", REGULAR, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dlog_prob", REGULAR, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dentropy", REGULAR, {"", ""}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dlogits", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
         .name = "sharded_cross_entropy_combine",
         .operator = "sharded_cross_entropy_combine",
         .call = call_sharded_cross_entropy_combine,
@@ -1654,6 +1788,9 @@ KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
 KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(token_statistics, OP_TOKEN_STATISTICS)
+KERNEL(token_statistics_bwd, OP_TOKEN_STATISTICS_BWD)
+KERNEL(token_statistics_bwd_, OP_TOKEN_STATISTICS_BWD_)
 KERNEL(sharded_cross_entropy_combine, OP_SHARDED_CROSS_ENTROPY_COMBINE)
 KERNEL(rescale_, OP_RESCALE_)
 KERNEL(logsumexp, OP_LOGSUMEXP)
@@ -1694,6 +1831,9 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd_,
     kernel_cross_entropy_bwd_out,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_token_statistics,
+    kernel_token_statistics_bwd,
+    kernel_token_statistics_bwd_,
     kernel_sharded_cross_entropy_combine,
     kernel_rescale_,
     kernel_logsumexp,

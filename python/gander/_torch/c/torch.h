@@ -88,6 +88,7 @@ typedef struct {
     Layout layout;
     const char* sizes[2]; /* of a new tensor, without and with a reduction: letters of internal/operators */
     bool statistic;       /* a new tensor has the dtype of statistics by default, else the first operand's */
+    DLDataType dtype;     /* or always this one, if its bits are not 0 */
     int argument;         /* the argument that it is, or -1 */
     int over;             /* the operand that it is written over, or -1 */
     int choice;           /* the argument that chooses the dtype of a new tensor, or -1 */

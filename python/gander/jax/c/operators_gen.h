@@ -21,6 +21,8 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_token_statistics_forward) \
+  F(gander_token_statistics_backward) \
   F(gander_sharded_cross_entropy_combine) \
   F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
@@ -368,6 +370,47 @@ static int32_t call_cross_entropy_backward(
   return lib.gander_cross_entropy_backward(o[0], o[1], o[3], o[4], o[8], &options, stream);
 }
 
+static int32_t call_token_statistics_forward(
+    const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
+  gander_token_statistics_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator,
+      .row_mask = o[2],
+      .log_prob = o[3],
+      .entropy = o[4],
+      .log_sum_sq_probs = o[5],
+      .mean_logit = o[6],
+      .is_top1 = o[7],
+      .predicted = o[8],
+      .state = o[9],
+      .ignore_index = v[0].integer,
+      .scale = v[1].real,
+      .softcap = v[2].real,
+      .temperature = v[3].real,
+      .batch_invariant = v[4].integer,
+  };
+  return lib.gander_token_statistics_forward(o[0], o[1], &options, stream);
+}
+
+static int32_t call_token_statistics_backward(
+    const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
+  gander_token_statistics_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator,
+      .row_mask = o[2],
+      .dlog_prob = o[4],
+      .dentropy = o[5],
+      .ignore_index = v[0].integer,
+      .scale = v[1].real,
+      .softcap = v[2].real,
+      .temperature = v[3].real,
+      .batch_invariant = v[4].integer,
+  };
+  return lib.gander_token_statistics_backward(o[0], o[1], o[3], o[6], &options, stream);
+}
+
 static int32_t call_sharded_cross_entropy_combine(
     const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
   gander_sharded_cross_entropy_combine_options options = {
@@ -583,6 +626,22 @@ static const Operator operators[] = {
         .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}, {"slice", false, {.integer = 0}}},
     },
     {
+        .name = "token_statistics_forward",
+        .call = call_token_statistics_forward,
+        .operand_count = 10,
+        .operands = {"logits", "index", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state"},
+        .option_count = 5,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+    },
+    {
+        .name = "token_statistics_backward",
+        .call = call_token_statistics_backward,
+        .operand_count = 7,
+        .operands = {"logits", "index", "row_mask", "state", "dlog_prob", "dentropy", "dlogits"},
+        .option_count = 5,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+    },
+    {
         .name = "sharded_cross_entropy_combine",
         .call = call_sharded_cross_entropy_combine,
         .operand_count = 8,
@@ -636,10 +695,12 @@ HANDLERS(layernorm_forward, 16)
 HANDLERS(layernorm_backward, 17)
 HANDLERS(cross_entropy_forward, 18)
 HANDLERS(cross_entropy_backward, 19)
-HANDLERS(sharded_cross_entropy_combine, 20)
-HANDLERS(rescale_gradient, 21)
-HANDLERS(logsumexp_forward, 22)
-HANDLERS(logsumexp_backward, 23)
+HANDLERS(token_statistics_forward, 20)
+HANDLERS(token_statistics_backward, 21)
+HANDLERS(sharded_cross_entropy_combine, 22)
+HANDLERS(rescale_gradient, 23)
+HANDLERS(logsumexp_forward, 24)
+HANDLERS(logsumexp_backward, 25)
 
 static Handler* const handlers[][2] = {
     {softmax_forward_cpu, softmax_forward_cuda},
@@ -662,6 +723,8 @@ static Handler* const handlers[][2] = {
     {layernorm_backward_cpu, layernorm_backward_cuda},
     {cross_entropy_forward_cpu, cross_entropy_forward_cuda},
     {cross_entropy_backward_cpu, cross_entropy_backward_cuda},
+    {token_statistics_forward_cpu, token_statistics_forward_cuda},
+    {token_statistics_backward_cpu, token_statistics_backward_cuda},
     {sharded_cross_entropy_combine_cpu, sharded_cross_entropy_combine_cuda},
     {rescale_gradient_cpu, rescale_gradient_cuda},
     {logsumexp_forward_cpu, logsumexp_forward_cuda},

@@ -1,0 +1,359 @@
+// Statistics of tokens' logits, and the gradient of log-probability and entropy. Logits x are first mapped to
+// z as in general_cross_entropy.cuh. With m the row's maximum, C classes and p = softmax(z):
+//   r = sum exp(z - m) - 1, without the largest element's own 1
+//   e = sum (m - z) exp(z - m)
+//   q = sum exp(2 (z - m)) - 1
+//   log p[t] = z[t] - m - log1p(r)
+//   entropy = log1p(r) + e / (1 + r)
+//   log sum p^2 = log1p(q) - 2 log1p(r)
+//   dz[j] = dlog_prob ([j = t] - p[j]) - dentropy p[j] ((z[j] - m) + e / (1 + r))
+// r, e and q are sums of numbers that are not negative, so no digits cancel.
+#pragma once
+#include "general_cross_entropy.cuh"
+#include "token_statistics_args_gen.cuh"
+
+namespace gander {
+
+constexpr int64_t kNoColumn = INT64_MAX;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// (z - m) exp(z - m) is 0 to all digits below this z - m, and it is not 0 * inf.
+constexpr float kDeepest = -1e4f;
+
+// What a row's state has beside m, r and e: q; the sum of z, without a cap that of x; and the first column
+// that has the maximum.
+struct AllSums {
+  float squares = 0.f, total = 0.f;
+  int64_t column = kNoColumn;
+};
+struct NoSums {};
+
+template <class T, bool All>
+struct alignas(16) TokenSum : std::conditional_t<All, AllSums, NoSums> {
+  using Partial = TokenSum;
+  static constexpr bool kMaxFirst = false;
+  float others = 0.f, m = -kInfinity, depth = 0.f, padding = 0.f;
+
+  __device__ __forceinline__ static float reference(float m) { return GeneralSum<T>::reference(m); }
+  // For a maximum of `top`, which is at least m. Below it, the element that had m is one of the others.
+  __device__ __forceinline__ void rebase(float top) {
+    if (m < top) {
+      if (m > -kInfinity) {
+        const float f = exp_difference<T>(m, top), sum = 1.f + others;
+        depth = f == 0.f ? 0.f : f * fmaf(top - m, sum, depth);
+        others = f * sum;
+        if constexpr (All) this->squares = f * f * (1.f + this->squares);
+      }
+      if constexpr (All) this->column = kNoColumn;
+      m = top;
+    }
+  }
+  // Counts elements that have the maximum, but for one.
+  __device__ __forceinline__ void add_equals(float count) {
+    others += count;
+    if constexpr (All) this->squares += count;
+  }
+  __device__ __forceinline__ void merge(TokenSum o) {
+    const float top = fmaxf(m, o.m);
+    const bool both = m == o.m && top > -kInfinity;
+    rebase(top), o.rebase(top);
+    others += o.others, depth += o.depth;
+    if constexpr (All) {
+      this->squares += o.squares, this->total += o.total;
+      this->column = min(this->column, o.column);
+    }
+    add_equals(both ? 1.f : 0.f);
+  }
+  template <int L>
+  __device__ __forceinline__ void reduce_lanes() {
+    const float top = lanes_max<L>(m);
+    const float having = lanes_sum<L>(m == top && top > -kInfinity ? 1.f : 0.f);
+    rebase(top);
+    others = lanes_sum<L>(others), depth = lanes_sum<L>(depth);
+    if constexpr (All) {
+      this->squares = lanes_sum<L>(this->squares), this->total = lanes_sum<L>(this->total);
+#pragma unroll
+      for (int k = L / 2; k; k /= 2)
+        this->column = min(this->column, __shfl_xor_sync(kAllLanes, this->column, k));
+    }
+    add_equals(fmaxf(having - 1.f, 0.f));
+  }
+};
+
+// Whether the row's mask leaves it out.
+__device__ __forceinline__ bool is_masked(const TokenStatisticsArgs& a, int64_t row) {
+  if (!a.row_mask) return false;
+  const int64_t i = row * a.row_mask_stride;
+  if (a.row_mask_bytes == 1) return static_cast<const uint8_t*>(a.row_mask)[i] == 0;
+  if (a.row_mask_bytes == 4) return static_cast<const int32_t*>(a.row_mask)[i] == 0;
+  return static_cast<const int64_t*>(a.row_mask)[i] == 0;
+}
+
+// Long rows wait for their index too. Short ones would take longer.
+constexpr int64_t kWorthWaiting = 1 << 14;
+__device__ __forceinline__ bool is_skipped(const TokenStatisticsArgs& a, int64_t row) {
+  if (is_masked(a, row)) return true;
+  return a.rows.n >= kWorthWaiting && load_target<false>(a, row) == a.ignore_index;
+}
+
+template <class T_, bool All>
+struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
+  using T = T_;
+  using State = TokenSum<T, All>;
+  using Args = TokenStatisticsArgs;
+  using Loss = GeneralCrossEntropyForward<T, false>;
+  static constexpr bool kHasOutput = false;
+  static constexpr bool kFirstWarpFinalizes = true;
+  struct Scalars {
+    int64_t index;
+    bool left_out;
+    float logit;
+  };
+  __device__ __forceinline__ static bool skips(const Args& a, int64_t row) { return is_skipped(a, row); }
+  __device__ __forceinline__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
+    return {load_target<false>(a, row), is_masked(a, row), 0.f};
+  }
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t row, Scalars& sc,
+                                                         bool leader) {
+    resolve_index(a, sc);
+    if (leader) sc.logit = MappedLogit<T>(a, Loss::Plain::load_logit(a, row, sc.index)).value;
+  }
+  __device__ __forceinline__ static void resolve_index(const Args& a, Scalars& sc) {
+    sc.left_out |= sc.index == a.ignore_index;
+    sc.index = column_of(a, sc.index);
+  }
+  __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
+    static_cast<float*>(a.target_logits)[row] = sc.logit;
+  }
+  __device__ __forceinline__ static Scalars restore_scalars(const Args& a, int64_t row) {
+    Scalars sc = load_scalars(a, row, false);
+    resolve_index(a, sc);
+    sc.logit = __ldcg(static_cast<const float*>(a.target_logits) + row);
+    return sc;
+  }
+  template <class Tile, class View>
+  __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& tile, const View& p,
+                                                    int e, int step) {
+    constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
+    const float high = Loss::template highest<V>(a, tile, p, e, step);
+    int largest = kNoElement;  // what the sums leave out
+    if (high > st.m) {
+      st.rebase(high);
+      largest = first_of<V>(a, tile, p, e, step, high);
+      if constexpr (All) st.column = p.origin + largest;
+    }
+    const float r = State::reference(st.m);
+    if constexpr (sizeof(T) == 4) add_floats<V>(a, st, tile, p, e, step, r, largest);
+    else if (a.inner == 0.f) add_vectors<V, false>(a, st, tile, p, e, step, r, largest);
+    else add_vectors<V, true>(a, st, tile, p, e, step, r, largest);
+  }
+  static constexpr int kNoElement = INT32_MIN;
+  // The first element of a thread's tile whose mapped logit is `high`.
+  template <int V, class Tile, class View>
+  __device__ __forceinline__ static int first_of(const Args& a, const Tile& tile, const View& p, int e,
+                                                 int step, float high) {
+    constexpr int E = kElements<T>;
+    int first = kNoElement;
+#pragma unroll
+    for (int i = V - 1; i >= 0; i--) {
+      float x[E], z[E];
+      tile.get_a(i, x);
+      map_logits<T>(a, p, e + i * step, x, z);  // out of bounds it is -inf
+#pragma unroll
+      for (int j = E - 1; j >= 0; j--) first = z[j] == high ? e + i * step + j : first;
+    }
+    return first;
+  }
+  // Calls each(j) for the elements of a vector that are out of bounds, or `largest`.
+  template <int E, class View, class Each>
+  __device__ __forceinline__ static void each_omitted(const View& p, int first, int largest,
+                                                      const Each& each) {
+    if (first < p.bounds.lo || first + E > p.bounds.hi) {
+#pragma unroll
+      for (int j = 0; j < E; j++)
+        if (first + j < p.bounds.lo || first + j >= p.bounds.hi) each(j);
+    }
+    const unsigned k = largest - first;
+    if (k < E) {
+#pragma unroll
+      for (unsigned j = 0; j < E; j++)
+        if (j == k) each(j);
+    }
+  }
+  // The sum of z, without a cap of x, in a vector.
+  template <int E, class View, class At>
+  __device__ __forceinline__ static float total_of(const View& p, int first, const At& at) {
+    float total = 0.f;
+    if (first >= p.bounds.lo && first + E <= p.bounds.hi) {
+#pragma unroll
+      for (int j = 0; j < E; j++) total += at(j);
+    } else {
+#pragma unroll
+      for (int j = 0; j < E; j++) total += first + j >= p.bounds.lo && first + j < p.bounds.hi ? at(j) : 0.f;
+    }
+    return total;
+  }
+  // 16-bit logits.
+  template <int V, bool Capped, class Tile, class View>
+  __device__ __forceinline__ static void add_vectors(const Args& a, State& st, const Tile& tile,
+                                                     const View& p, int e, int step, float r, int largest) {
+    constexpr int E = kElements<T>;
+    float depth = 0.f;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int first = e + i * step;
+      float x[E], sum = 0.f, below = 0.f, squares = 0.f;
+      tile.get_a(i, x);
+      MappedVector<E, Capped> z(a, x);
+      if constexpr (All) st.total += total_of<E>(p, first, [&](int j) { return Capped ? z.z(a, j) : x[j]; });
+      each_omitted<E>(p, first, largest, [&](int j) { z.omit(j); });
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const float d = z.exponent(a, r, j), v = quick_exp2(d);
+        sum += v;
+        below = fmaf(v, fmaxf(d, kDeepest), below);
+        if constexpr (All) squares = fmaf(v, v, squares);
+      }
+      st.others += sum, depth += below;
+      if constexpr (All) st.squares += squares;
+    }
+    st.depth = fmaf(-kLn2, depth, st.depth);
+  }
+  template <int V, class Tile, class View>
+  __device__ __forceinline__ static void add_floats(const Args& a, State& st, const Tile& tile, const View& p,
+                                                    int e, int step, float r, int largest) {
+    constexpr int E = kElements<T>;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int first = e + i * step;
+      float x[E], z[E], sum = 0.f, below = 0.f, squares = 0.f;
+      tile.get_a(i, x);
+      map_logits<T>(a, p, first, x, z);
+      if constexpr (All)
+        st.total += total_of<E>(p, first, [&](int j) { return a.inner == 0.f ? x[j] : z[j]; });
+      each_omitted<E>(p, first, largest, [&](int j) { z[j] = -kInfinity; });
+#pragma unroll
+      for (int j = 0; j < E; j++) {
+        const float d = z[j] - r, v = expf(d);
+        sum += v;
+        below = fmaf(v, fmaxf(d, kDeepest), below);
+        if constexpr (All) squares = fmaf(v, v, squares);
+      }
+      st.others += sum, st.depth -= below;
+      if constexpr (All) st.squares += squares;
+    }
+  }
+  __device__ __forceinline__ static void finalize(const Args& a, int64_t row, const Scalars& sc,
+                                                  const State& st, bool leader) {
+    if (!leader) return;
+    // A row that is -inf alone is NaN, as is one with +inf or a NaN.
+    const bool finite = st.m > -kInfinity && st.m < kInfinity;
+    const float others = finite ? st.others : kNaN, sum = 1.f + others;
+    const float2 log = log_parts(sum, others);
+    const float log_sum = log.x + log.y, depth = st.depth / sum, none = sc.left_out ? 0.f : 1.f;
+    const auto put = [&](void* to, float value) {
+      store_if(to, static_cast<float*>(to) + row, none == 0.f ? 0.f : value);
+    };
+    put(a.log_prob, sc.index == kNoTarget ? kNaN : 0.f - row_loss(log, st.m, sc.logit, 1.f));
+    put(a.entropy, log_sum + depth);
+    put(a.max, st.m), put(a.log_sum, log_sum), put(a.depth, depth);
+    if constexpr (All) {
+      const float2 of_squares = log_parts(1.f + st.squares, st.squares);
+      put(a.log_sum_sq_probs, finite ? fmaf(-2.f, log_sum, of_squares.x + of_squares.y) : kNaN);
+      put(a.mean_logit, (a.inner == 0.f ? a.outer * st.total : st.total) / static_cast<float>(a.rows.n));
+      const int64_t column = sc.left_out || isnan(st.others) ? -1 : st.column == kNoColumn ? 0 : st.column;
+      if (a.predicted) static_cast<int64_t*>(a.predicted)[row] = column;
+      if (a.is_top1) static_cast<uint8_t*>(a.is_top1)[row] = column >= 0 && column == sc.index;
+    }
+  }
+};
+
+// It uses the state of forward, so that nothing is reduced.
+template <class T_>
+struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
+  using T = T_;
+  using Args = TokenStatisticsArgs;
+  struct Scalars {
+    int64_t index;
+    bool left_out;
+    float max, log_sum, depth;
+    float of_log_prob, of_entropy;  // upstream
+    float scale;                    // of exp(z - max): 1 over the row's sum
+    float constant;                 // dz = p (constant - of_entropy (z - max))
+  };
+  __device__ __forceinline__ static bool already_done(const Args&) { return false; }
+  __device__ __forceinline__ static bool skips(const Args& a, int64_t row) { return is_skipped(a, row); }
+  __device__ __forceinline__ static uint4 fill() { return lowest_vector<T>(); }
+  __device__ __forceinline__ static Scalars load_scalars(const Args& a, int64_t row, bool) {
+    Scalars sc;
+    sc.index = load_target<false>(a, row);
+    sc.left_out = is_masked(a, row);
+    sc.max = static_cast<const float*>(a.max)[row];
+    sc.log_sum = static_cast<const float*>(a.log_sum)[row];
+    sc.depth = static_cast<const float*>(a.depth)[row];
+    const auto upstream = [&](const void* of, int64_t stride) {
+      return of ? static_cast<const float*>(of)[row * stride] : 0.f;
+    };
+    sc.of_log_prob = upstream(a.d_log_prob, a.d_log_prob_stride);
+    sc.of_entropy = upstream(a.d_entropy, a.d_entropy_stride);
+    return sc;
+  }
+  __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
+    sc.left_out |= sc.index == a.ignore_index;
+    sc.index = column_of(a, sc.index);
+    if (sc.index == kNoTarget && a.d_log_prob) sc.of_log_prob = kNaN;
+    sc.scale = expf(-sc.log_sum);
+    sc.constant = fmaf(-sc.of_entropy, sc.depth, -sc.of_log_prob);
+    // No logit matters: not even a NaN.
+    sc.left_out |= sc.of_log_prob == 0.f && sc.of_entropy == 0.f;
+    if (sc.left_out) sc.index = kNoTarget;
+  }
+  template <bool Unaligned, bool Cached, int E, class View>
+  __device__ __forceinline__ static void map(const Args& a, const Scalars& sc, const float (&x)[E],
+                                             const float (&)[E], const View& p, int e, float (&dx)[E]) {
+    if (sc.left_out) {
+#pragma unroll
+      for (int j = 0; j < E; j++) dx[j] = 0.f;
+      return;
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (a.inner == 0.f) map_vector<false>(a, sc, x, dx);
+      else map_vector<true>(a, sc, x, dx);
+    } else {
+      map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
+        const float d = z.value - sc.max;
+        dx[j] = expf(d) * sc.scale * fmaf(-sc.of_entropy, fmaxf(d, kDeepest), sc.constant) * z.derivative;
+      });
+    }
+    const unsigned j = position_in_view(sc.index, p.origin) - e;
+    if (j >= E) return;
+    float logit = 0.f;
+#pragma unroll
+    for (unsigned k = 0; k < E; k++) logit = j == k ? x[k] : logit;
+    const float replacement = at_index(sc, MappedLogit<T>(a, logit));
+#pragma unroll
+    for (unsigned k = 0; k < E; k++) dx[k] = j == k ? replacement : dx[k];
+  }
+  template <bool Capped, int E>
+  __device__ __forceinline__ static void map_vector(const Args& a, const Scalars& sc, const float (&x)[E],
+                                                    float (&dx)[E]) {
+    const MappedVector<E, Capped> z(a, x);
+    const float by = MappedVector<E, Capped>::derivative(a) * sc.scale;
+    const float constant = by * sc.constant, slope = -kLn2 * by * sc.of_entropy;
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+      const float d = z.exponent(a, sc.max, j);
+      dx[j] = quick_exp2(d) * fmaf(slope, fmaxf(d, kDeepest), constant) * z.derivative(j);
+    }
+  }
+  // Where p is nearly 1, the difference 1 - p would lose the others' share.
+  __device__ __forceinline__ static float at_index(const Scalars& sc, MappedLogit<T> z) {
+    const float d = z.value - sc.max, p = exp_difference<T>(z.value, sc.max) * sc.scale;
+    const float others = d == 0.f && sc.log_sum < 0.25f ? one_minus_exp(sc.log_sum) : 1.f - p;
+    const float of_entropy = -sc.of_entropy * p * (fmaxf(d, kDeepest) + sc.depth);
+    return fmaf(sc.of_log_prob, others, of_entropy) * z.derivative;
+  }
+};
+
+}  // namespace gander
