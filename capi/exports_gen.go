@@ -1197,7 +1197,7 @@ func ganderTokenStatisticsForwardOwned(logits, index, options unsafe.Pointer, st
 		tmeanLogit := made.optional("mean_logit", unsafe.Pointer(o.mean_logit), made.statistic(), made.shape("L"))
 		tisTop1 := made.optional("is_top1", unsafe.Pointer(o.is_top1), dlpack.Bool, made.shape("L"))
 		tpredicted := made.optional("predicted", unsafe.Pointer(o.predicted), dlpack.Int64, made.shape("L"))
-		tstate := made.optional("state", unsafe.Pointer(o.state), made.statistic(), made.shape("3L"))
+		tstate := made.optional("state", unsafe.Pointer(o.state), made.statistic(), made.shape("L3"))
 		if made.err != nil {
 			return made.err
 		}

@@ -746,7 +746,7 @@ typedef struct {
   const DLTensor* mean_logit; /* M elements, contiguous; float64 if logits is, else float32 */
   const DLTensor* is_top1; /* M elements, contiguous; bool */
   const DLTensor* predicted; /* M elements, contiguous; int64 */
-  const DLTensor* state; /* (3, M), contiguous; float64 if logits is, else float32 */
+  const DLTensor* state; /* (M, 3), contiguous; float64 if logits is, else float32 */
   int64_t ignore_index; /* rows with this index are left out; -100 by default */
   /* logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
    * scale * logits / temperature, and all else is of z; more than 0; 1 by default */
@@ -765,7 +765,7 @@ typedef struct {
  * and at least one is given. A row is left out where row_mask is 0, and where index is ignore_index: its
  * results are 0, and predicted is -1. log_prob is NaN where index is outside of [0, N). The results of a
  * row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is -1. state receives what
- * backward reads: the maxima m of the rows, log(sum exp(z - m)), and sum p (m - z).
+ * backward reads of each row: its maximum m, log(sum exp(z - m)), and sum p (m - z).
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64. */
 int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
@@ -798,7 +798,7 @@ typedef struct {
  * of [0, N) and dlog_prob is given.
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64.
- *   state: (3, M), contiguous; float64 if logits is, else float32.
+ *   state: (M, 3), contiguous; float64 if logits is, else float32.
  *   dlogits: (M, N); logits's dtype; may be logits if the dtypes agree. */
 int32_t gander_token_statistics_backward(const DLTensor* logits, const DLTensor* index, const DLTensor* state,
                                          const DLTensor* dlogits,

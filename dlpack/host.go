@@ -265,6 +265,6 @@ func (t *Tensor) codec() (codec, error) {
 	if c, ok := codecs[t.DType]; ok {
 		return c, nil
 	}
-	return codec{}, fmt.Errorf("%w: %v, expected float16, bfloat16, float32, float64, int32, int64, uint8 or bool",
-		ErrDType, t.DType)
+	return codec{}, fmt.Errorf(
+		"%w: %v, expected float16, bfloat16, float32, float64, int32, int64, uint8 or bool", ErrDType, t.DType)
 }

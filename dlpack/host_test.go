@@ -59,11 +59,19 @@ func TestHostRefusals(t *testing.T) {
 	v.Device = dlpack.Device{Type: dlpack.CUDA}
 	_, err = v.Float64s()
 	require.ErrorIs(t, err, dlpack.ErrDevice, "device memory must not be read")
-	v.Device, v.DType = cpu, dlpack.DType{Code: 1, Bits: 8, Lanes: 1}
+	v.Device, v.DType = cpu, dlpack.DType{Bits: 8, Lanes: 1} // int8
 	_, err = v.Float64s()
 	require.ErrorIs(t, err, dlpack.ErrDType)
 	v.DType.Bits = 0
 	require.ErrorIs(t, v.SetFloat64s(nil), dlpack.ErrDType)
+}
+
+func TestBoolsAsNumbers(t *testing.T) {
+	v, err := dlpack.FromFloat64s(dlpack.Bool, []float64{0, 1, -3}, 3)
+	require.NoError(t, err)
+	got, err := v.Float64s()
+	require.NoError(t, err)
+	assert.Equal(t, []float64{0, 1, 1}, got)
 }
 
 // rounded returns v as a tensor of one element stores it, and the element's bits.

@@ -198,7 +198,7 @@ type TokenStatisticsArgs struct {
 	DLogProb, DEntropy Input // backward: 0 for none
 	DLogProbStride     int64
 	DEntropyStride     int64
-	Depth              Output // the third part of the state, of which Max and LogSum are the others
+	Depth              Output // the third part of the state, of MaxStride like Max and LogSum
 	LogProb, Entropy   Output // these six: 0 where not wanted
 	LogSumSqProbs      Output
 	MeanLogit          Output

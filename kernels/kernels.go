@@ -135,14 +135,13 @@ type TokenStatistics struct {
 	DLogProb, DEntropy Vector // (M), optional in backward
 }
 
-// SetState takes the three parts of the state of all rows from a vector of them.
+// SetState takes the three parts of the state from a vector of those of all rows.
 func (s *TokenStatistics) SetState(all Vector) {
 	if !all.Present() {
 		return
 	}
-	m := all.Len / 3
 	for i, part := range []*Vector{&s.Max, &s.LogSum, &s.Depth} {
-		*part = Vector{Data: at(all.Data, int64(i)*m, all.DType), DType: all.DType, Len: m, Stride: 1}
+		*part = Vector{Data: at(all.Data, int64(i), all.DType), DType: all.DType, Len: all.Len / 3, Stride: 3}
 	}
 }
 

@@ -254,6 +254,32 @@ func ExampleCrossEntropyBackward() {
 	// [0.450 -0.450]
 }
 
+// The log-probability of a token, and the entropy of its row, in one pass.
+func ExampleTokenStatisticsForward() {
+	x, index := rowsOf(2, 0, 0, 3, 1), must(dlpack.FromSlice([]int64{1, 0}))
+	logProb, entropy := must(dlpack.New(dlpack.Float32, 2)), must(dlpack.New(dlpack.Float32, 2))
+	isTop1 := must(dlpack.New(dlpack.Bool, 2))
+	show(ops.TokenStatisticsForward{Logits: x, Index: index, LogProb: logProb, Entropy: entropy,
+		IsTop1: isTop1}.Run(nil), logProb, entropy, isTop1)
+	// Output:
+	// [-0.693 -0.127]
+	// [0.693 0.365]
+	// [0.000 1.000]
+}
+
+// Backward reads the state that forward has written.
+func ExampleTokenStatisticsBackward() {
+	x, index := rowsOf(2, 3, 1), must(dlpack.FromSlice([]int64{0}))
+	state := must(dlpack.New(dlpack.Float32, 1, 3))
+	err := ops.TokenStatisticsForward{Logits: x, Index: index, State: state}.Run(nil)
+	if err == nil {
+		err = ops.TokenStatisticsBackward{Logits: x, Index: index, State: state,
+			DLogProb: must(dlpack.FromSlice([]float32{1})), DLogits: x}.Run(nil)
+	}
+	show(err, x)
+	// Output: [0.119 -0.119]
+}
+
 func ExampleLogSumExpForward() {
 	lse := must(dlpack.New(dlpack.Float32, 1))
 	show(ops.LogSumExpForward{X: rowsOf(2, 1000, 1000), LSE: lse}.Run(nil), lse)

@@ -128,7 +128,7 @@ var (
 		{"*", false, always, ": one dimension"},
 	}}
 	shapeRowStates = shapeRule{contiguous, []form{
-		{"3L", true, always, ": three numbers for each row of {x}"},
+		{"L3", false, always, ": three numbers for each row of {x}"},
 	}}
 )
 
@@ -1707,7 +1707,7 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 // that is index. Outputs that are NULL are not computed, and at least one is given. A row is left out where
 // row_mask is 0, and where index is ignore_index: its results are 0, and predicted is -1. log_prob is NaN
 // where index is outside of [0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with
-// a NaN predicted is -1. state receives what backward reads: the maxima m of the rows, log(sum exp(z - m)),
+// a NaN predicted is -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)),
 // and sum p (m - z).
 //
 // M and N are the rows and columns of logits. A refused call writes nothing.
@@ -1722,7 +1722,7 @@ type TokenStatisticsForward struct {
 	MeanLogit     *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
 	IsTop1        *dlpack.Tensor // M elements, contiguous; bool; or nil
 	Predicted     *dlpack.Tensor // M elements, contiguous; int64; or nil
-	State         *dlpack.Tensor // (3, M), contiguous; float64 if logits is, else float32; or nil
+	State         *dlpack.Tensor // (M, 3), contiguous; float64 if logits is, else float32; or nil
 
 	IgnoreIndex Optional[int64] // rows with this index are left out; -100 by default
 	// logits is mapped to z = softcap * tanh(scale * logits / softcap) / temperature, without a softcap to
@@ -1816,7 +1816,7 @@ type TokenStatisticsBackward struct {
 	Index  *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
 	// the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64; or nil
 	RowMask *dlpack.Tensor
-	State   *dlpack.Tensor // (3, M), contiguous; float64 if logits is, else float32
+	State   *dlpack.Tensor // (M, 3), contiguous; float64 if logits is, else float32
 	// the leading dimensions of the first operand, any stride; float64 if logits is, else float32; or nil
 	DLogProb *dlpack.Tensor
 	// the leading dimensions of the first operand, any stride; float64 if logits is, else float32; or nil

@@ -40,6 +40,7 @@ var rowOps = []kernels.Op{
 	kernels.RMSNormResidualForward, kernels.RMSNormResidualBackward,
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
 	kernels.GeneralCrossEntropyBackward, kernels.GLUForward, kernels.GLUBackward,
+	kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward, kernels.TokenStatisticsBackward,
 }
 
 var headOps = []kernels.Op{kernels.Rotate, kernels.QKNormRotate, kernels.QKNormRotateBackward}
@@ -328,7 +329,7 @@ func requireCovered(test *testing.T, f *driver.Facts, r request, p *plan, what l
 				require.Less(t, min(p.chunk, vectors)*16*rows+2*16, int64(1<<20), what)
 			}
 		case kernels.Apply:
-			if r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward {
+			if r.onlyLosses() {
 				require.Equal(t, r.m, ctas, what)
 			} else {
 				require.Equal(t, r.m*int64(p.splits), ctas, what)

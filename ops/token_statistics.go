@@ -15,8 +15,8 @@ func (a *tokenStatisticsForward) refuse(k *check) {
 	case a.LogProb.Present(), a.Entropy.Present(), a.LogSumSqProbs.Present(), a.MeanLogit.Present(),
 		a.IsTop1.Present(), a.Predicted.Present(), a.State.Present():
 	case a.Logits.Rows > 0:
-		k.fail(StatusNull, "no output is given, expected log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, "+
-			"predicted or state")
+		k.fail(StatusNull, "no output is given, expected log_prob, entropy, log_sum_sq_probs, mean_logit, "+
+			"is_top1, predicted or state")
 	}
 }
 
@@ -104,8 +104,8 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 		return nil
 	}
 	r := request{
-		op: kernels.TokenStatisticsBackward, Choice: a.Choice, x: a.Logits.DType, layout: layoutOf(true, a.Logits, a.DLogits),
-		m: a.Logits.Rows, n: a.Logits.Cols,
+		op: kernels.TokenStatisticsBackward, Choice: a.Choice, x: a.Logits.DType,
+		layout: layoutOf(true, a.Logits, a.DLogits), m: a.Logits.Rows, n: a.Logits.Cols,
 	}
 	k, err := c.start(ordinal, r)
 	if err != nil {
@@ -122,6 +122,7 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 func (k *cudaCall) tokenStatistics(s *kernels.TokenStatistics, r *request) kernels.TokenStatisticsArgs {
 	return kernels.TokenStatisticsArgs{
 		GeneralCrossEntropyArgs: k.generalCrossEntropy(&s.CrossEntropy, r), Depth: output(s.Depth.Data),
-		RowMask: input(s.RowMask.Data), RowMaskStride: s.RowMask.Stride, RowMaskBytes: int32(s.RowMask.DType.Size()),
+		RowMask: input(s.RowMask.Data), RowMaskStride: s.RowMask.Stride,
+		RowMaskBytes: int32(s.RowMask.DType.Size()),
 	}
 }

@@ -94,7 +94,7 @@ func testTokenStatistics(t *testing.T, d dlpack.DType, m, n int64, o lossOptions
 	f := ops.TokenStatisticsForward{
 		Logits: x.Tensor, Index: index, RowMask: rowMask, LogProb: empty(t, stat, m), Entropy: empty(t, stat, m),
 		LogSumSqProbs: empty(t, stat, m), MeanLogit: empty(t, stat, m), IsTop1: empty(t, dlpack.Bool, m),
-		Predicted: empty(t, dlpack.Int64, m), State: empty(t, stat, 3, m), IgnoreIndex: ops.Some[int64](-7),
+		Predicted: empty(t, dlpack.Int64, m), State: empty(t, stat, m, 3), IgnoreIndex: ops.Some[int64](-7),
 		Softcap: o.softcap,
 	}
 	ofLogProb, ofEntropy := []float64{1, 2, -0.5, 3, 1}, []float64{-1, 2, 0.25, 1, 1}
@@ -222,7 +222,7 @@ func TestTokenStatisticsOfSpecialRows(t *testing.T) {
 		Logits: tensor(t, dlpack.Float32, rows, m, 3), Index: tensor(t, dlpack.Int64, []float64{0, 0, 0, 0, 3}, m),
 		LogProb: empty(t, dlpack.Float32, m), Entropy: empty(t, dlpack.Float32, m),
 		LogSumSqProbs: empty(t, dlpack.Float32, m), Predicted: empty(t, dlpack.Int64, m),
-		IsTop1: empty(t, dlpack.Bool, m), State: empty(t, dlpack.Float32, 3, m),
+		IsTop1: empty(t, dlpack.Bool, m), State: empty(t, dlpack.Float32, m, 3),
 	}
 	require.NoError(t, f.Run(nil))
 	logProb, entropy := values(t, f.LogProb), values(t, f.Entropy)
@@ -236,8 +236,9 @@ func TestTokenStatisticsOfSpecialRows(t *testing.T) {
 	assert.Equal(t, []float64{1, 0, 0, 1, 0}, values(t, f.IsTop1))
 
 	b := ops.TokenStatisticsBackward{
-		Logits: f.Logits, Index: f.Index, State: f.State, DLogProb: tensor(t, dlpack.Float32, []float64{1, 1, 1, 1, 1}, m),
-		DLogits: empty(t, dlpack.Float32, m, 3),
+		Logits: f.Logits, Index: f.Index, State: f.State,
+		DLogProb: tensor(t, dlpack.Float32, []float64{1, 1, 1, 1, 1}, m),
+		DLogits:  empty(t, dlpack.Float32, m, 3),
 	}
 	require.NoError(t, b.Run(nil))
 	dx := values(t, b.DLogits)
@@ -254,7 +255,7 @@ func TestTokenStatisticsOfSpecialRows(t *testing.T) {
 
 func TestTokenStatisticsRefusals(t *testing.T) {
 	x, index := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Int64, 2)
-	state, dx := empty(t, dlpack.Float32, 3, 2), empty(t, dlpack.Float32, 2, 3)
+	state, dx := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 3)
 	err := ops.TokenStatisticsForward{Logits: x, Index: index}.Run(nil)
 	assert.ErrorContains(t, err, "no output is given, expected log_prob, entropy")
 	err = ops.TokenStatisticsBackward{Logits: x, Index: index, State: state, DLogits: dx}.Run(nil)
@@ -267,6 +268,6 @@ func TestTokenStatisticsRefusals(t *testing.T) {
 	err = ops.TokenStatisticsForward{Logits: x, Index: index, RowMask: empty(t, dlpack.Float32, 2),
 		Entropy: empty(t, dlpack.Float32, 2)}.Run(nil)
 	assert.ErrorContains(t, err, "row_mask has dtype float32, expected int32, int64, bool or uint8; convert it")
-	assert.NoError(t, ops.TokenStatisticsForward{Logits: empty(t, dlpack.Float32, 0, 3), Index: empty(t, dlpack.Int64, 0),
-		Entropy: empty(t, dlpack.Float32, 0)}.Run(nil))
+	assert.NoError(t, ops.TokenStatisticsForward{Logits: empty(t, dlpack.Float32, 0, 3),
+		Index: empty(t, dlpack.Int64, 0), Entropy: empty(t, dlpack.Float32, 0)}.Run(nil))
 }

@@ -215,8 +215,8 @@ var Shapes = [...]ShapeRule{
 		Forms: []Form{{Sizes: "*", Text: ": one dimension"}},
 	},
 	RowStates: {
-		Name: "row_states", Doc: "(3, M), contiguous", Layout: Contiguous,
-		Forms: []Form{{Sizes: "3L", Count: true, Text: ": three numbers for each row of {x}"}},
+		Name: "row_states", Doc: "(M, 3), contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "L3", Text: ": three numbers for each row of {x}"}},
 	},
 }
 

@@ -571,7 +571,7 @@ var Table = []Group{
 					"are not computed, and at least one is given. A row is left out where row_mask is 0, and where index " +
 					"is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of " +
 					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is " +
-					"-1. state receives what backward reads: the maxima m of the rows, log(sum exp(z - m)), and " +
+					"-1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), and " +
 					"sum p (m - z).",
 				Operands: []Operand{
 					logits, index, rowMask,

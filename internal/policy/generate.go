@@ -16,9 +16,9 @@ var (
 		"SoftmaxForward", "SoftmaxBackward", "RMSNormForward", "RMSNormBackward", "RMSNormBackwardDX",
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
 		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "GeneralCrossEntropyForward",
-		"GeneralCrossEntropyForwardDX", "LayerNormForward", "LayerNormBackward",
-		"RMSNormResidualForward", "RMSNormResidualBackward", "TokenStatisticsForward",
-		"AllTokenStatisticsForward",
+		"GeneralCrossEntropyForwardDX", "TokenStatisticsForward", "AllTokenStatisticsForward",
+		"LayerNormForward", "LayerNormBackward",
+		"RMSNormResidualForward", "RMSNormResidualBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}
 	layoutIdentifiers = []string{"Aligned", "SameOffset", "MixedOffsets", "MixedTypes"}

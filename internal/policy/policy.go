@@ -38,12 +38,12 @@ const (
 	MaskedSoftmaxBackward
 	GeneralCrossEntropyForward // with label smoothing
 	GeneralCrossEntropyForwardDX
+	TokenStatisticsForward // log-probability and entropy
+	AllTokenStatisticsForward
 	LayerNormForward // aligned, operands of one type, no residual; all others are norms with options
 	LayerNormBackward
 	RMSNormResidualForward // the same with a residual, and no bias
 	RMSNormResidualBackward
-	TokenStatisticsForward // log-probability and entropy
-	AllTokenStatisticsForward
 )
 
 // Layout says where the rows of the operands lie.

@@ -8,8 +8,9 @@ var kernelOps = []kernels.Op{
 	kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
+	kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward,
 	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualForward,
-	kernels.RMSNormResidualBackward, kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward,
+	kernels.RMSNormResidualBackward,
 }
 
 // Candidates lists what bench/tune.py times for a key: each compiled kernel with the clusters, CTAs per SM

@@ -1132,6 +1132,11 @@ var list46 = []Row{
 }
 
 var list47 = []Row{
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
+}
+
+var list48 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -1147,7 +1152,7 @@ var list47 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list48 = []Row{
+var list49 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 7, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
@@ -1168,7 +1173,7 @@ var list48 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list49 = []Row{
+var list50 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
 	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
@@ -1176,7 +1181,7 @@ var list49 = []Row{
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
-var list50 = []Row{
+var list51 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1274,35 +1279,35 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 		},
-		LayerNormForward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
-		LayerNormBackward: {
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+		},
+		LayerNormForward: {
 			kernels.Float16:  {Aligned: list48},
 			kernels.BFloat16: {Aligned: list48},
 			kernels.Float32:  {Aligned: list48},
 		},
-		RMSNormResidualForward: {
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list49},
 			kernels.BFloat16: {Aligned: list49},
 			kernels.Float32:  {Aligned: list49},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
-		TokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-		},
-		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list51},
+			kernels.BFloat16: {Aligned: list51},
+			kernels.Float32:  {Aligned: list51},
 		},
 	},
 	H200: {
@@ -1376,35 +1381,35 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 		},
-		LayerNormForward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
-		LayerNormBackward: {
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+		},
+		LayerNormForward: {
 			kernels.Float16:  {Aligned: list48},
 			kernels.BFloat16: {Aligned: list48},
 			kernels.Float32:  {Aligned: list48},
 		},
-		RMSNormResidualForward: {
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list49},
 			kernels.BFloat16: {Aligned: list49},
 			kernels.Float32:  {Aligned: list49},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
-		TokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-		},
-		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list51},
+			kernels.BFloat16: {Aligned: list51},
+			kernels.Float32:  {Aligned: list51},
 		},
 	},
 	Other: {
@@ -1478,35 +1483,35 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 		},
-		LayerNormForward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
-		LayerNormBackward: {
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+		},
+		LayerNormForward: {
 			kernels.Float16:  {Aligned: list48},
 			kernels.BFloat16: {Aligned: list48},
 			kernels.Float32:  {Aligned: list48},
 		},
-		RMSNormResidualForward: {
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list49},
 			kernels.BFloat16: {Aligned: list49},
 			kernels.Float32:  {Aligned: list49},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
-		TokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-		},
-		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list51},
+			kernels.BFloat16: {Aligned: list51},
+			kernels.Float32:  {Aligned: list51},
 		},
 	},
 	OtherFast: {
@@ -1580,35 +1585,35 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 			kernels.Float32:  {Aligned: list45, SameOffset: list46, MixedOffsets: list46},
 		},
-		LayerNormForward: {
-			kernels.Float16:  {Aligned: list47},
-			kernels.BFloat16: {Aligned: list47},
-			kernels.Float32:  {Aligned: list47},
+		TokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
-		LayerNormBackward: {
+		AllTokenStatisticsForward: {
+			kernels.Float16:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
+		},
+		LayerNormForward: {
 			kernels.Float16:  {Aligned: list48},
 			kernels.BFloat16: {Aligned: list48},
 			kernels.Float32:  {Aligned: list48},
 		},
-		RMSNormResidualForward: {
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list49},
 			kernels.BFloat16: {Aligned: list49},
 			kernels.Float32:  {Aligned: list49},
 		},
-		RMSNormResidualBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list50},
 			kernels.BFloat16: {Aligned: list50},
 			kernels.Float32:  {Aligned: list50},
 		},
-		TokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-		},
-		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.BFloat16: {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
-			kernels.Float32:  {Aligned: list43, SameOffset: list44, MixedOffsets: list44},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list51},
+			kernels.BFloat16: {Aligned: list51},
+			kernels.Float32:  {Aligned: list51},
 		},
 	},
 }

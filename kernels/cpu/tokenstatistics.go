@@ -27,13 +27,15 @@ type (
 // TokenStatisticsForward computes the statistics that are wanted of each row.
 func TokenStatisticsForward(s *kernels.TokenStatistics, workers int) error {
 	o := operands{x: s.X, exponentials: true}
-	return run(&o, more{ce: &s.CrossEntropy, tokens: s}, workers, tokenForward[float32]{}, tokenForward[float64]{})
+	m := more{ce: &s.CrossEntropy, tokens: s}
+	return run(&o, m, workers, tokenForward[float32]{}, tokenForward[float64]{})
 }
 
 // TokenStatisticsBackward computes the gradient of log-probability and entropy. DX may be X.
 func TokenStatisticsBackward(s *kernels.TokenStatistics, workers int) error {
 	o := operands{x: s.X, dx: s.DX, exponentials: true}
-	return run(&o, more{ce: &s.CrossEntropy, tokens: s}, workers, tokenBackward[float32]{}, tokenBackward[float64]{})
+	m := more{ce: &s.CrossEntropy, tokens: s}
+	return run(&o, m, workers, tokenBackward[float32]{}, tokenBackward[float64]{})
 }
 
 // tokenPartial is the statistics of a block: m, r, e, q, the sum of z, and the first column that has m.

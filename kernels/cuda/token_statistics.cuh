@@ -251,13 +251,16 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     const bool finite = st.m > -kInfinity && st.m < kInfinity;
     const float others = finite ? st.others : kNaN, sum = 1.f + others;
     const float2 log = log_parts(sum, others);
-    const float log_sum = log.x + log.y, depth = st.depth / sum, none = sc.left_out ? 0.f : 1.f;
+    const float log_sum = log.x + log.y, depth = st.depth / sum;
     const auto put = [&](void* to, float value) {
-      store_if(to, static_cast<float*>(to) + row, none == 0.f ? 0.f : value);
+      store_if(to, static_cast<float*>(to) + row, sc.left_out ? 0.f : value);
     };
     put(a.log_prob, sc.index == kNoTarget ? kNaN : 0.f - row_loss(log, st.m, sc.logit, 1.f));
     put(a.entropy, log_sum + depth);
-    put(a.max, st.m), put(a.log_sum, log_sum), put(a.depth, depth);
+    const float state[] = {st.m, log_sum, depth};
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+      store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride + i, sc.left_out ? 0.f : state[i]);
     if constexpr (All) {
       const float2 of_squares = log_parts(1.f + st.squares, st.squares);
       put(a.log_sum_sq_probs, finite ? fmaf(-2.f, log_sum, of_squares.x + of_squares.y) : kNaN);
@@ -289,9 +292,8 @@ struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
     Scalars sc;
     sc.index = load_target<false>(a, row);
     sc.left_out = is_masked(a, row);
-    sc.max = static_cast<const float*>(a.max)[row];
-    sc.log_sum = static_cast<const float*>(a.log_sum)[row];
-    sc.depth = static_cast<const float*>(a.depth)[row];
+    const float* const state = static_cast<const float*>(a.max) + row * a.max_stride;
+    sc.max = state[0], sc.log_sum = state[1], sc.depth = state[2];
     const auto upstream = [&](const void* of, int64_t stride) {
       return of ? static_cast<const float*>(of)[row * stride] : 0.f;
     };

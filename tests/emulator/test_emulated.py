@@ -39,7 +39,7 @@ class Rows:
             return (self.m,)
         if name in PER_COLUMN:
             return (self.n,)
-        return {"lse": (2, self.m), "state": (3, self.m), "denominator": (1,)}.get(name, (self.m, self.n))
+        return {"lse": (2, self.m), "state": (self.m, 3), "denominator": (1,)}.get(name, (self.m, self.n))
 
     def _input(self, name):
         if name in ("target", "index"):  # some are ignored or out of range
@@ -49,7 +49,7 @@ class Rows:
         if name == "row_mask":
             return np.arange(self.m) % 4
         if name == "state":
-            return np.stack([np.full(self.m, k) for k in (4.0, np.log(self.n), 0.5)])
+            return np.stack([np.full(self.m, k) for k in (4.0, np.log(self.n), 0.5)], 1)
         if name == "lse":
             return np.stack([np.full(self.m, 4.0), np.full(self.m, np.log(self.n))])
         values = self.values(*self._shape(name))
@@ -590,7 +590,7 @@ def test_loss_options(dtype, vectors, suffix, more):
 @pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
 @pytest.mark.parametrize("more", [{}, {"scale": 0.5, "temperature": 0.7}, {"softcap": 3.0}])
 def test_token_statistics(dtype, vectors, suffix, more):
-    """Rows that are left out, indices out of range, all kinds of infinities, several tokens with the maximum."""
+    """Rows that are left out, indices out of range, infinities, several tokens with the maximum."""
     rows = Rows(11, length(vectors, dtype, suffix), dtype)
     x, last = rows.values(rows.m, rows.n).copy(), rows.n - 1
     index, row_mask = 1 + np.arange(rows.m) * 31 % last, np.ones(rows.m)
@@ -799,7 +799,7 @@ def test_layernorm_in_place(dtype, suffix):
 
 INVARIANT = (
     *("softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"),
-    "all_token_statistics_forward",
+    *("token_statistics_forward", "all_token_statistics_forward", "token_statistics_backward"),
     "rmsnorm_residual_forward",
 )
 

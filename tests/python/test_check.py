@@ -24,6 +24,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "apply_rotary_emb": ["apply_rotary_emb"],
     "rotary": ["rotary"],
     "qk_norm_rotary": ["qk_norm_rotary"],
+    "token_statistics": ["token_statistics", "token_statistics, entropy"],
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],

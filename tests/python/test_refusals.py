@@ -73,6 +73,7 @@ OPTIONAL = {
     "rmsnorm_bwd": ("dresidual_out",),
     "cross_entropy": ("weight", "lse_partial"),
     "cross_entropy_fwd": ("weight", "target_logit"),
+    "token_statistics": ("row_mask",),
     "linear_cross_entropy": ("bias", "weight_ce"),
 }
 # Arguments that another one goes with.
@@ -99,6 +100,9 @@ def arguments(function, argument, options):
         "target": torch.arange(M),
         "gate": torch.randn(M, N),
         "up": torch.randn(M, N),
+        "logits": torch.randn(M, N),
+        "index": torch.arange(M),
+        "row_mask": torch.ones(M, dtype=torch.bool),
         "rstd": torch.ones(M),
         "mean": torch.zeros(M),
         "lse": torch.zeros(M),
@@ -163,7 +167,7 @@ KINDS |= dict.fromkeys(("shape", "normalized_shape"), "shape")
 KINDS |= dict.fromkeys(("chunk", "in_features", "out_features"), "size")
 KINDS |= {"inplace": "flag", "seqlen_offsets": "integer or tensor", "max_seqlen": "unused"}
 KINDS |= {"label_smoothing": "number", "_stacklevel": "integer", "device": "device"}
-KINDS |= {"dim": "dim", "axis": "dim", "keepdims": "flag"}
+KINDS |= {"dim": "dim", "axis": "dim", "keepdims": "flag", "outputs": "name"}
 
 
 def kind_of(function, argument):
@@ -411,7 +415,7 @@ REFUSED_HERE = [
             f"{function}.{option} {function}.{option}+"
             for function in (
                 *("cross_entropy", "cross_entropy_fwd", "cross_entropy_bwd", "linear_cross_entropy"),
-                *("CrossEntropyLoss", "LinearCrossEntropy"),
+                *("CrossEntropyLoss", "LinearCrossEntropy", "token_statistics"),
             )
             for option in ("scale", "softcap", "temperature")
         ),
@@ -434,6 +438,7 @@ REFUSED_HERE = [
         "arrays have no such option",
         ("True", "NumPy's True"),
         "numpy:cross_entropy.inplace_backward numpy:cross_entropy.inplace_backward+ "
+        "numpy:token_statistics.inplace_backward numpy:token_statistics.inplace_backward+ "
         "numpy:cross_entropy_bwd.inplace_backward numpy:swiglu.inplace_backward numpy:geglu.inplace_backward "
         "numpy:silu_and_mul.inplace_backward numpy:gelu_and_mul.inplace_backward "
         "numpy:gelu_tanh_and_mul.inplace_backward",

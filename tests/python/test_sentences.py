@@ -26,6 +26,7 @@ PUBLIC = {
     "cross_entropy": "cross_entropy",
     "cross_entropy_fwd": "cross_entropy_fwd",
     "cross_entropy_bwd": "cross_entropy_bwd",
+    "token_statistics": "token_statistics",
     "logsumexp": "logsumexp",
 }
 

@@ -40,6 +40,13 @@ PAIRS = {
         lambda x, weight, target: gander.gelu_and_mul(torch.cat((x, x.cos() * weight), -1)),
         lambda x, weight, target: F.gelu(x) * (x.cos() * weight),
     ),
+    "token_statistics": (
+        lambda x, weight, target: sum(gander.token_statistics(x * weight, target)),
+        lambda x, weight, target: (
+            -F.cross_entropy(x * weight, target, reduction="none")
+            - (F.softmax(x * weight, -1) * F.log_softmax(x * weight, -1)).sum(-1)
+        ),
+    ),
     "layernorm": (
         lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
         lambda x, weight, target: F.layer_norm(x, (N,), weight, weight.cos(), 1e-6),
@@ -173,6 +180,8 @@ def calls_of_every_operator(x, weight, target):
         "qk_norm_rotary_bwd": [
             (*rotation[:2], weight, cos, *rotation[2:], None, None, heads.sin(), rotation[1].sin())
         ],
+        "token_statistics": [(x, target), (x, target, target > 1)],
+        "token_statistics_bwd": [(x, target, None, torch.rand(B, M, 3), rstd, mean)],
         "l2norm": [(x,)],
         "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,

@@ -64,7 +64,8 @@ var goWords = map[string]string{
 	"x": "X", "y": "Y", "dx": "DX", "dy": "DY", "dw": "DW", "lse": "LSE", "dloss": "DLoss",
 	"dout": "DOut", "dgate": "DGate", "dup": "DUp", "dlse": "DLSE", "db": "DB", "dresidual": "DResidual",
 	"dresidual_out": "DResidualOut", "dq": "DQ", "dk": "DK", "dq_out": "DQOut", "dk_out": "DKOut",
-	"dq_weight": "DQWeight", "dk_weight": "DKWeight", "dlog_prob": "DLogProb", "dentropy": "DEntropy", "dlogits": "DLogits",
+	"dq_weight": "DQWeight", "dk_weight": "DKWeight", "dlog_prob": "DLogProb",
+	"dentropy": "DEntropy", "dlogits": "DLogits",
 }
 
 // camel turns one_pass into OnePass, and dx into DX.

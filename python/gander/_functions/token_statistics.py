@@ -103,8 +103,8 @@ def token_statistics(
         temperature: z is divided by it. More than 0.
         softcap: See above. More than 0, or None.
         scale: See above. More than 0.
-        row_mask: logits.shape[:-1], bool, uint8, int32 or int64, or None: a row where it is 0 is left out. Its
-            results and its gradient are 0, predicted is -1, and its logits are not read, whatever they are.
+        row_mask: logits.shape[:-1], bool, uint8, int32 or int64, or None: a row where it is 0 is left out.
+            Its results and its gradient are 0, predicted is -1, and its logits are not read.
         ignore_index: A row with this index is left out likewise. A GPU may read its logits, if they are fewer
             than 16384.
         inplace_backward: As in cross_entropy: backward writes the gradient over logits.

@@ -120,7 +120,7 @@ SHAPES = {
     ),
     "row_states": ShapeRule(
         "contiguous",
-        (Form("3L", True, "", ": three numbers for each row of {x}"),),
+        (Form("L3", False, "", ": three numbers for each row of {x}"),),
     ),
 }
 

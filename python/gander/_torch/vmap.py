@@ -5,9 +5,11 @@ Otherwise the operator runs for each sample. A result that sums over rows (a mea
 of a batch. A batched weight would differ from row to row.
 """
 
+import math
+
 import torch
 
-from .._table import SHAPES, TORCH, arguments, has_rows, is_by_row, operands, reduction, wanted
+from .._table import SHAPES, TORCH, arguments, has_rows, is_by_row, operands, reduction, sizes, wanted
 from .registry import by_name, overloads, registry, untraced
 
 
@@ -49,7 +51,7 @@ def _folded(name, values, dims, size):
             single = any(form.sizes == "" for form in SHAPES[operand.shape].forms)
             if single and value.numel() == size:  # one value for all rows of a sample
                 value = value.reshape(size, *[1] * (len(leading) - 1)).expand(leading)
-            if value.numel() != leading.numel():
+            if value.numel() != math.prod(sizes(SHAPES[operand.shape].forms[0].sizes, (*leading, 1))):
                 return None
         folded[argument] = value
     return tuple(folded.values())

@@ -1626,7 +1626,7 @@ static const Operator operators[] = {
             {"mean_logit", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 12, .saved = false, .saved_with = -1},
             {"is_top1", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLBool, 8, 1}, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 13, .saved = false, .saved_with = -1},
             {"predicted", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLInt, 64, 1}, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 14, .saved = false, .saved_with = -1},
-            {"state", CONTIGUOUS, {"3L", "3L"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 15, .saved = true, .saved_with = -1},
+            {"state", CONTIGUOUS, {"L3", "L3"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 15, .saved = true, .saved_with = -1},
         },
         .result_count = 7,
         .results = {3, 4, 5, 6, 7, 8, 9},
