@@ -738,7 +738,7 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64 */
+  /* the leading dimensions of the first operand, any stride; int32, int64, bool or uint8 */
   const DLTensor* row_mask;
   const DLTensor* log_prob; /* M elements, contiguous; float64 if logits is, else float32 */
   const DLTensor* entropy; /* M elements, contiguous; float64 if logits is, else float32 */
@@ -761,11 +761,11 @@ typedef struct {
 
 /* Statistics of each row z of logits with p = softmax(z), in one pass: log_prob = log p[index], entropy =
  * -sum p log p, log_sum_sq_probs = log sum p^2, mean_logit = the mean of z, predicted = the first of the
- * largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL are not computed,
- * and at least one is given. A row is left out where row_mask is 0, and where index is ignore_index: its
- * results are 0, and predicted is -1. log_prob is NaN where index is outside of [0, N). The results of a
- * row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is -1. state receives what
- * backward reads of each row: its maximum m, log(sum exp(z - m)), and sum p (m - z).
+ * largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL are not computed.
+ * A row is left out where row_mask is 0, and where index is ignore_index: its results are 0, and predicted
+ * is -1. log_prob is NaN where index is outside of [0, N). The results of a row with a NaN or +inf, or of
+ * -inf alone, are NaN; with a NaN predicted is -1. state receives what backward reads of each row: its
+ * maximum m, log(sum exp(z - m)), and sum p (m - z).
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64. */
 int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
@@ -774,7 +774,7 @@ int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* 
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
-  /* the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64 */
+  /* the leading dimensions of the first operand, any stride; int32, int64, bool or uint8 */
   const DLTensor* row_mask;
   /* the leading dimensions of the first operand, any stride; float64 if logits is, else float32 */
   const DLTensor* dlog_prob;

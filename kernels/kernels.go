@@ -145,6 +145,11 @@ func (s *TokenStatistics) SetState(all Vector) {
 	}
 }
 
+// WantsAny tells whether there is anything to compute.
+func (s *TokenStatistics) WantsAny() bool {
+	return s.LogProb.Present() || s.Entropy.Present() || s.Max.Present() || s.NeedsAll()
+}
+
 // NeedsAll tells whether more is wanted than log-probability, entropy and state.
 func (s *TokenStatistics) NeedsAll() bool {
 	return s.LogSumSqProbs.Present() || s.MeanLogit.Present() || s.IsTop1.Present() || s.Predicted.Present()

@@ -141,7 +141,7 @@ var (
 	typeStatistic = typeRule{1 << kernels.Float32, 1 << kernels.Float64}
 	typeIndex     = typeRule{1<<kernels.Int32 | 1<<kernels.Int64, 1<<kernels.Int32 | 1<<kernels.Int64}
 	typeMask      = typeRule{1<<kernels.Float16 | 1<<kernels.BFloat16 | 1<<kernels.Float32 | 1<<kernels.Bool | 1<<kernels.Uint8, 1<<kernels.Float64 | 1<<kernels.Bool | 1<<kernels.Uint8}
-	typeRowMask   = typeRule{1<<kernels.Bool | 1<<kernels.Uint8 | 1<<kernels.Int32 | 1<<kernels.Int64, 1<<kernels.Bool | 1<<kernels.Uint8 | 1<<kernels.Int32 | 1<<kernels.Int64}
+	typeRowMask   = typeRule{1<<kernels.Int32 | 1<<kernels.Int64 | 1<<kernels.Bool | 1<<kernels.Uint8, 1<<kernels.Int32 | 1<<kernels.Int64 | 1<<kernels.Bool | 1<<kernels.Uint8}
 	typeTruth     = typeRule{1 << kernels.Bool, 1 << kernels.Bool}
 	typeClass     = typeRule{1 << kernels.Int64, 1 << kernels.Int64}
 )
@@ -1704,17 +1704,16 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 // TokenStatisticsForward is the operator token_statistics_forward: Statistics of each row z of logits with p
 // = softmax(z), in one pass: log_prob = log p[index], entropy = -sum p log p, log_sum_sq_probs = log sum p^2,
 // mean_logit = the mean of z, predicted = the first of the largest elements' columns, and is_top1 = whether
-// that is index. Outputs that are NULL are not computed, and at least one is given. A row is left out where
-// row_mask is 0, and where index is ignore_index: its results are 0, and predicted is -1. log_prob is NaN
-// where index is outside of [0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with
-// a NaN predicted is -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)),
-// and sum p (m - z).
+// that is index. Outputs that are NULL are not computed. A row is left out where row_mask is 0, and where
+// index is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of
+// [0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is -1.
+// state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), and sum p (m - z).
 //
 // M and N are the rows and columns of logits. A refused call writes nothing.
 type TokenStatisticsForward struct {
 	Logits *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
 	Index  *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
-	// the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64; or nil
+	// the leading dimensions of the first operand, any stride; int32, int64, bool or uint8; or nil
 	RowMask       *dlpack.Tensor
 	LogProb       *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
 	Entropy       *dlpack.Tensor // M elements, contiguous; float64 if logits is, else float32; or nil
@@ -1814,7 +1813,7 @@ func (o TokenStatisticsForward) Run(c *Call) error {
 type TokenStatisticsBackward struct {
 	Logits *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
 	Index  *dlpack.Tensor // the leading dimensions of the first operand, any stride; int32 or int64
-	// the leading dimensions of the first operand, any stride; bool, uint8, int32 or int64; or nil
+	// the leading dimensions of the first operand, any stride; int32, int64, bool or uint8; or nil
 	RowMask *dlpack.Tensor
 	State   *dlpack.Tensor // (M, 3), contiguous; float64 if logits is, else float32
 	// the leading dimensions of the first operand, any stride; float64 if logits is, else float32; or nil

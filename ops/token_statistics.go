@@ -11,13 +11,6 @@ import (
 
 func (a *tokenStatisticsForward) refuse(k *check) {
 	k.logitMap(a.Scale, a.Softcap, a.Temperature)
-	switch {
-	case a.LogProb.Present(), a.Entropy.Present(), a.LogSumSqProbs.Present(), a.MeanLogit.Present(),
-		a.IsTop1.Present(), a.Predicted.Present(), a.State.Present():
-	case a.Logits.Rows > 0:
-		k.fail(StatusNull, "no output is given, expected log_prob, entropy, log_sum_sq_probs, mean_logit, "+
-			"is_top1, predicted or state")
-	}
 }
 
 func (a *tokenStatisticsForward) spec() kernels.TokenStatistics {
@@ -34,16 +27,15 @@ func (a *tokenStatisticsForward) spec() kernels.TokenStatistics {
 }
 
 func (a *tokenStatisticsForward) host() error {
-	if a.Logits.Rows == 0 {
-		return nil
+	if s := a.spec(); s.X.Rows > 0 && s.WantsAny() {
+		return cpu.TokenStatisticsForward(&s, workers())
 	}
-	s := a.spec()
-	return cpu.TokenStatisticsForward(&s, workers())
+	return nil
 }
 
 func (a *tokenStatisticsForward) cuda(c *Call, ordinal int32) error {
 	s := a.spec()
-	if s.X.Rows == 0 {
+	if s.X.Rows == 0 || !s.WantsAny() {
 		return nil
 	}
 	r := a.request(&s)

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gander
 import torch
@@ -344,7 +344,68 @@ OPTIONED = _of_losses(
     "loss_gradient",
     lambda **how: Operator("rw", _cross_entropy_inputs, lambda *inputs: (_gradient_with(*inputs, **how),)),
 )
-COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED
+
+
+def _token_inputs(m, n, dtype, device, *, masked=False):
+    """With a mask, every second row is left out."""
+    x, index = _cross_entropy_inputs(m, n, dtype, device)
+    return (x, index, torch.arange(m, device=device) % 2 == 0) if masked else (x, index)
+
+
+def _tokens(x, index, row_mask=None, *, temperature=1.0, softcap=None, every=False):
+    """log_prob and entropy; with `every` all statistics."""
+    z = _mapped(x, temperature, softcap)
+    log_p = F.log_softmax(z, -1)
+    p = log_p.exp()
+    found = [log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1), -(p * log_p).sum(-1)]
+    if every:
+        predicted = z.argmax(-1)
+        found += [p.square().sum(-1).log(), z.mean(-1), predicted == index, predicted]
+    return tuple(found if row_mask is None else (torch.where(row_mask, v, 0) for v in found))
+
+
+OF_ENTROPY = 0.5  # the entropy's upstream gradient; that of log_prob is 1
+
+
+def _tokens_gradient(x, index, row_mask=None, *, temperature=1.0, softcap=None):
+    z = _mapped(x, temperature, softcap)
+    log_p = F.log_softmax(z, -1)
+    p = log_p.exp()
+    onehot = torch.arange(x.shape[-1], device=x.device) == index.unsqueeze(-1)
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    dz = onehot.to(x.dtype) - p - OF_ENTROPY * p * (log_p + entropy)
+    dz = dz if temperature == 1 else dz / temperature
+    dz = dz if softcap is None else dz * (1 - (x / softcap).tanh().square())
+    return (dz if row_mask is None else torch.where(row_mask.unsqueeze(-1), dz, 0),)
+
+
+_TOKENS = {
+    "token_statistics": {},
+    "token_statistics_temperature": {"temperature": 0.7},
+    "token_statistics_softcap": {"softcap": 30.0},
+    "token_statistics_masked": {},
+    "token_statistics_all": {"every": True},
+}
+
+
+def _of_tokens(way, operator, names=tuple(_TOKENS)):
+    """By name, what operator(**options) gives for each kind of call."""
+    return {f"{name}_{way}": operator(**_TOKENS[name]) for name in names}
+
+
+_DIFFERENTIATED = tuple(_TOKENS)[:-1]
+# Statistics of tokens, which the section `tokens` compares: log_prob and entropy, forward and through
+# autograd, and forward all of them.
+STATISTICS = _of_tokens(
+    "forward", lambda **how: Operator("r", _token_inputs, functools.partial(_tokens, **how))
+) | _of_tokens(
+    "gradient",
+    lambda **how: Operator("rw", _token_inputs, functools.partial(_tokens_gradient, **how)),
+    _DIFFERENTIATED,
+)
+for _name in [name for name in STATISTICS if "masked" in name]:
+    STATISTICS[_name] = replace(STATISTICS[_name], inputs=functools.partial(_token_inputs, masked=True))
+COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED | STATISTICS
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -606,6 +667,16 @@ def _float_gradient_with(**how):
     return function
 
 
+def _of_floats(function, **how):
+    """function of float32 logits. A gradient gets the logits' dtype."""
+
+    def narrowed(x, *given):
+        results = function(x.float(), *given, **how)
+        return tuple(v.to(x.dtype) if v.shape == x.shape else v for v in results)
+
+    return narrowed
+
+
 def _separate_cache():
     """Gives Inductor a cache of its own for the instruction set that the user has chosen. Its cache does not
     tell them apart, and code for other vectors gives wrong results and writes beyond its tensors."""
@@ -675,7 +746,11 @@ def _torch_compile():
         | _of_rotary("forward", lambda i: _compiled(_as_in_models(_rotary, interleaved=i)))
         | _of_rotary("backward", lambda i: _compiled(_as_in_models(_rotary_backward, interleaved=i)))
         | _of_losses("forward", lambda **how: _compiled(_float_losses_with(**how)))
-        | _of_losses("loss_gradient", lambda **how: _compiled(_float_gradient_with(**how))),
+        | _of_losses("loss_gradient", lambda **how: _compiled(_float_gradient_with(**how)))
+        | _of_tokens("forward", lambda **how: _compiled(_of_floats(_tokens, **how)))
+        | _of_tokens(
+            "gradient", lambda **how: _compiled(_of_floats(_tokens_gradient, **how)), _DIFFERENTIATED
+        ),
     )
 
 
@@ -707,6 +782,52 @@ def _gander_qk_norm_rotary_backward(q, k, cos, sin, q_weight, k_weight, dq, dk):
     }
     operands = q, k, q_weight, k_weight, cos, sin, None, None, dq, dk
     return torch.ops.gander.qk_norm_rotary_bwd(*operands, **more)
+
+
+def _gander_tokens(every=False, **how):
+    outputs = ("log_prob", "entropy", *_OTHERS) if every else ("log_prob", "entropy")
+    how["outputs"] = outputs
+    return _direct(
+        lambda x, index, row_mask=None: gander.token_statistics(x, index, row_mask=row_mask, **how)
+    )
+
+
+_OTHERS = ("log_sum_sq_probs", "mean_logit", "is_top1", "predicted")
+
+
+def _tokens_through_autograd(function):
+    """The gradient of what function(x, index, row_mask) returns, log_prob and entropy."""
+
+    def prepare(x, index, row_mask=None):
+        leaf = _leaf(x)
+        ones = torch.ones(x.shape[0], device=x.device)
+        upstream = ones, OF_ENTROPY * ones
+        return lambda: torch.autograd.grad(function(leaf, index, row_mask), leaf, upstream)
+
+    return prepare
+
+
+def _gander_tokens_gradient(**how):
+    return _tokens_through_autograd(
+        lambda x, index, row_mask: gander.token_statistics(x, index, row_mask=row_mask, **how)
+    )
+
+
+def _trl():
+    """TRL's fused kernel for logits in hand."""
+    from trl.trainer.utils import _fused_logprob_entropy
+
+    def function(x, index, row_mask=None, temperature=1.0):
+        return _fused_logprob_entropy(x, index, temperature=temperature, row_mask=row_mask)
+
+    def forward(**how):
+        return _direct(functools.partial(function, **how))
+
+    def gradient(**how):
+        return _tokens_through_autograd(functools.partial(function, **how))
+
+    served = tuple(name for name in _DIFFERENTIATED if "softcap" not in name)
+    return Provider({}, _of_tokens("forward", forward, served) | _of_tokens("gradient", gradient, served))
 
 
 def _gander():
@@ -744,7 +865,9 @@ def _gander():
         | _of_rotary("forward", lambda i: _direct(_as_in_models(gander.rotary, interleaved=i)))
         | _of_rotary("backward", _gander_rotary_backward)
         | _of_losses("forward", _gander_losses)
-        | _of_losses("loss_gradient", _gander_loss_gradient),
+        | _of_losses("loss_gradient", _gander_loss_gradient)
+        | _of_tokens("forward", _gander_tokens)
+        | _of_tokens("gradient", _gander_tokens_gradient, _DIFFERENTIATED),
     )
 
 
@@ -1107,6 +1230,7 @@ _PROVIDERS = {
     "liger-cutedsl": (_liger_cutedsl, "liger-kernel"),
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
     "flashinfer": (_flashinfer, "flashinfer-python"),
+    "trl": (_trl, "trl"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 # All of gander.algorithms() but auto, which is "gander". They are listed because that call loads the library,

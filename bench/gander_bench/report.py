@@ -63,6 +63,17 @@ TITLES = {
             ("options", "all of them"),
         )
     },
+    **{
+        f"token_statistics{kind}_{way}": f"{which}, {what}"
+        for way, what in (("forward", "forward"), ("gradient", "with the gradient"))
+        for kind, which in (
+            ("", "log-probability and entropy"),
+            ("_temperature", "the same with a temperature"),
+            ("_softcap", "the same with a cap"),
+            ("_masked", "the same of half of the rows"),
+            ("_all", "all statistics"),
+        )
+    },
 }
 
 
@@ -432,10 +443,24 @@ _NORMS_NOTE = (
 
 
 def options_tables(records) -> list[Table]:
-    """Options and shapes against providers."""
+    return _beside_plain(of(records, "options"), "Options of cross-entropy", _OPTIONS_NOTE)
+
+
+def tokens_tables(records) -> list[Table]:
+    return _beside_plain(of(records, "tokens"), "Statistics of tokens", _TOKENS_NOTE)
+
+
+_TOKENS_NOTE = (
+    "gander-plain is cross-entropy of as many logits. The limit is a kernel that reads the logits once; with "
+    "a gradient, one that reads them twice and writes as much once."
+)
+
+
+def _beside_plain(records, what: str, note: str) -> list[Table]:
+    """Operators and shapes against providers."""
     tables = []
-    for dtype in _dtypes(of(records, "options")):
-        mine = of(records, "options", dtype=dtype)
+    for dtype in _dtypes(records):
+        mine = [r for r in records if r["dtype"] == dtype]
         providers = unique(name for r in mine for name in r["results"])
         rows = []
         for r in mine:
@@ -445,9 +470,9 @@ def options_tables(records) -> list[Table]:
             row += [_figure(r["results"].get(name), "us", "{:.1f}") for name in providers]
             row += [_number(us / other if us and other else None, "{:.3f}") for other in (plain, limit)]
             rows.append([*row, _met(us / limit if us and limit else None, most_of_limit(r)), _speedup(r)])
-        title = f"Options of cross-entropy, us, {dtype} ({_where(mine)})"
+        title = f"{what}, us, {dtype} ({_where(mine)})"
         columns = ["operator", "M x N", "limit", *providers, "over plain", "over the limit", "at most"]
-        tables.append(Table(title, [*columns, "times the best other"], rows, _OPTIONS_NOTE))
+        tables.append(Table(title, [*columns, "times the best other"], rows, note))
     return tables
 
 
@@ -458,12 +483,13 @@ _OPTIONS_NOTE = (
 
 
 def most_of_limit(record: dict) -> float | None:
-    """How many times the limit's time cross-entropy with a cap may take; None where there is no target."""
+    """How many times the limit's time an operator may take; None where there is no target."""
     if record["m"] < models.TRAINING[0]:
         return None
-    return {"cross_entropy_softcap_forward": 1.3, "cross_entropy_softcap_loss_gradient": 1.05}.get(
-        record["op"]
-    )
+    op = record["op"]
+    if op.startswith("token_statistics"):
+        return 1.15 if "_all" in op else 1.3 if op == "token_statistics_softcap_forward" else 1.05
+    return {"cross_entropy_softcap_forward": 1.3, "cross_entropy_softcap_loss_gradient": 1.05}.get(op)
 
 
 def _number(figure: float | None, form: str) -> str:
@@ -746,6 +772,7 @@ _SECTIONS = {
     "glu": glu_tables,
     "rotary": rotary_tables,
     "options": options_tables,
+    "tokens": tokens_tables,
     "algorithms": algorithms_tables,
     "invariant": invariant_tables,
     "step": step_tables,

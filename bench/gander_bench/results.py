@@ -252,11 +252,11 @@ def _whole_models(records) -> Iterator[Check]:
 
 
 def _with_options(records) -> Iterator[Check]:
-    """A cap needs a tanh of each logit, which may not cost more than this."""
-    for r in of(records, "options"):
+    """A cap needs a tanh of each logit, and statistics more of each, which may not cost more than this."""
+    for r in (*of(records, "options"), *of(records, "tokens")):
         if most := most_of_limit(r):
             share = r["results"].get("gander", {}).get("ratio")
-            name = "time with a cap over the limit's"
+            name = "time with a cap over the limit's" if "softcap" in r["op"] else "time over the limit's"
             yield Check(name, r["op"], point_of(r), share and 1 / share, at_most=most)
 
 

@@ -24,6 +24,7 @@ from .cases import (
     PROVIDERS,
     QK_NORM,
     ROTARY,
+    STATISTICS,
     double,
     nan_last,
     provider,
@@ -75,6 +76,7 @@ LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
 HIDDEN = 4096  # of its linear head
 # Where options of a loss are measured: vocabularies, rows of a few KiB, and a few tokens.
 LOSSES = ((8192, 128256), (8192, 151936), (32768, 4096), (4096, 32768), (8, 151936))
+FEW_LOGITS = ((1, 128256), (64, 32768), (512, 4096))  # less than 64 MiB
 SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
@@ -376,6 +378,30 @@ def loss_options(options: Options) -> Iterator[Point]:
                 yield from _point(name, having, _options_point, options, op, dtype, m, n)
 
 
+def _tokens_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    """Also cross-entropy of as many logits, by "gander-plain". With a mask the limit has half of the rows."""
+    torch.manual_seed(0)
+    inputs = ALL[op].inputs(m, n, DTYPES[dtype], "cuda")
+    calls, results = _prepare(tuple(name for name in providers if name != _PLAIN), op, inputs, m)
+    plain = f"cross_entropy_{'forward' if op.endswith('forward') else 'loss_gradient'}"
+    for found, more in zip((calls, results), _prepare((_PLAIN,), plain, inputs[:2], m), strict=True):
+        found |= more
+    traffic, x = "r" if op.endswith("forward") else "rrw", inputs[0]
+    x = x[: (m + 1) // 2] if "masked" in op else x
+    read = [x, *(x.clone() for _ in traffic[2:])]
+    return _beside_the_limit(options, traffic, read, calls, results)
+
+
+def tokens(options: Options) -> Iterator[Point]:
+    """Statistics of tokens: log-probability and entropy, forward and with the gradient, and all of them."""
+    for op in options.operators or STATISTICS:
+        for dtype in options.dtypes or ("bfloat16", "float32"):
+            for m, n in options.shapes or (*LOSSES, *FEW_LOGITS):
+                name = {"section": "tokens", "op": op, "dtype": dtype, "m": m, "n": n}
+                having = (*_having_operator(options.providers, op), _PLAIN)
+                yield from _point(name, having, _tokens_point, options, op, dtype, m, n)
+
+
 def _algorithms_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
     figures = _gpu_point(providers, options, op, dtype, m, n)
     rows = torch.empty(n, dtype=DTYPES[dtype], device="cuda").expand(m, n)  # only described
@@ -648,6 +674,7 @@ SECTIONS = {
     "glu": glu,
     "rotary": rotary,
     "options": loss_options,
+    "tokens": tokens,
     "algorithms": algorithms,
     "invariant": invariant,
     "step": step,

@@ -284,8 +284,8 @@ var DTypes = [...]DTypeRule{
 	Index: {Name: "index", Narrow: indices, Wide: indices, Doc: "int32 or int64"},
 	Mask: {Name: "mask", Narrow: join(narrow, booleans), Wide: join(wide, booleans),
 		Doc: "bool or uint8; or " + companionDoc},
-	RowMask: {Name: "row_mask", Narrow: join(booleans, indices), Wide: join(booleans, indices),
-		Doc: "bool, uint8, int32 or int64"},
+	RowMask: {Name: "row_mask", Narrow: join(indices, booleans), Wide: join(indices, booleans),
+		Doc: "int32, int64, bool or uint8"},
 	Truth: {Name: "truth", Narrow: []string{"Bool"}, Wide: []string{"Bool"}, Made: "Bool", Doc: "bool"},
 	Class: {Name: "class", Narrow: []string{"Int64"}, Wide: []string{"Int64"}, Made: "Int64", Doc: "int64"},
 }

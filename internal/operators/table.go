@@ -568,7 +568,7 @@ var Table = []Group{
 				Doc: "Statistics of each row z of logits with p = softmax(z), in one pass: log_prob = log p[index], " +
 					"entropy = -sum p log p, log_sum_sq_probs = log sum p^2, mean_logit = the mean of z, predicted = the " +
 					"first of the largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL " +
-					"are not computed, and at least one is given. A row is left out where row_mask is 0, and where index " +
+					"are not computed. A row is left out where row_mask is 0, and where index " +
 					"is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of " +
 					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is " +
 					"-1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), and " +

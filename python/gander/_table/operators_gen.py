@@ -133,7 +133,7 @@ DTYPES = {
     "statistic": DTypeRule(("float32",), ("float64",), statistic=True),
     "index": DTypeRule(("int32", "int64"), ("int32", "int64")),
     "mask": DTypeRule(("float16", "bfloat16", "float32", "bool", "uint8"), ("float64", "bool", "uint8")),
-    "row_mask": DTypeRule(("bool", "uint8", "int32", "int64"), ("bool", "uint8", "int32", "int64")),
+    "row_mask": DTypeRule(("int32", "int64", "bool", "uint8"), ("int32", "int64", "bool", "uint8")),
     "truth": DTypeRule(("bool",), ("bool",), made="bool"),
     "class": DTypeRule(("int64",), ("int64",), made="int64"),
 }

@@ -256,6 +256,8 @@ def _example(name):
         shape = torch.Size(sizes(forms(name, operand, options)[0].sizes, (3, 8)))
         if operand.dtype == "index":
             return torch.arange(shape.numel(), device="cpu")
+        if operand.dtype == "row_mask":
+            return torch.ones(shape, dtype=torch.bool, device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
     inputs = (
