@@ -28,6 +28,8 @@ OPERATORS = {
     "cross_entropy_forward": ("cross_entropy_forward", "cross_entropy"),
     "cross_entropy_forward_dx": ("cross_entropy_loss_gradient", "cross_entropy_fwd_dx"),
     "cross_entropy_backward": ("cross_entropy_backward", "cross_entropy_bwd"),
+    "token_statistics_forward": ("token_statistics_forward", "token_statistics"),
+    "all_token_statistics_forward": ("token_statistics_all_forward", None),
     "layernorm_forward": ("layernorm_forward", "layernorm"),
     "layernorm_backward": ("layernorm_backward", "layernorm_bwd"),
     "norm_forward": ("rmsnorm_residual_forward", None),

@@ -764,8 +764,8 @@ typedef struct {
  * largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL are not computed.
  * A row is left out where row_mask is 0, and where index is ignore_index: its results are 0, and predicted
  * is -1. log_prob is NaN where index is outside of [0, N). The results of a row with a NaN or +inf, or of
- * -inf alone, are NaN; with a NaN predicted is -1. state receives what backward reads of each row: its
- * maximum m, log(sum exp(z - m)), and sum p (m - z).
+ * -inf alone, are NaN; with a NaN or +inf predicted is -1. state receives what backward reads of each row:
+ * its maximum m, log(sum exp(z - m)), and sum p (m - z).
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64. */
 int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,

@@ -1217,7 +1217,7 @@ var Variants = numbered([]Variant{
 	{Family: 29, Symbol: "all_token_statistics_forward_rows_float32_32x4", Op: 34, Threads: 128, RowThreads: 32, Vectors: 4, Resident: 8},
 	{Family: 29, Symbol: "all_token_statistics_forward_rows_float32_256x4", Op: 34, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4, ExactWarps: true},
 	{Family: 29, Symbol: "all_token_statistics_forward_rows_float32_32x4_unaligned", Op: 34, Threads: 128, RowThreads: 32, Vectors: 4, Unaligned: true, Resident: 8},
-	{Family: 29, Symbol: "all_token_statistics_forward_partial_float32_256x4", Op: 34, Shape: 1, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4},
+	{Family: 29, Symbol: "all_token_statistics_forward_partial_float32_256x4", Op: 34, Shape: 1, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 3},
 	{Family: 29, Symbol: "all_token_statistics_forward_partial_float32_256x2_unaligned", Op: 34, Shape: 1, Threads: 256, RowThreads: 256, Vectors: 2, Unaligned: true, Resident: 4},
 	{Family: 29, Symbol: "all_token_statistics_forward_apply_float32_256x4", Op: 34, Shape: 2, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4},
 	{Family: 29, Symbol: "all_token_statistics_forward_apply_float32_256x2_unaligned", Op: 34, Shape: 2, Threads: 256, RowThreads: 256, Vectors: 2, Unaligned: true, Resident: 4},

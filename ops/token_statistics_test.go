@@ -232,7 +232,7 @@ func TestTokenStatisticsOfSpecialRows(t *testing.T) {
 	}
 	assert.Equal(t, []float64{0, 0}, []float64{logProb[3], entropy[3]})
 	assert.True(t, math.IsNaN(logProb[4]) && entropy[4] > 0.8, "entropy needs no index")
-	assert.Equal(t, []float64{0, 1, -1, 0, 2}, values(t, f.Predicted))
+	assert.Equal(t, []float64{0, -1, -1, 0, 2}, values(t, f.Predicted))
 	assert.Equal(t, []float64{1, 0, 0, 1, 0}, values(t, f.IsTop1))
 
 	b := ops.TokenStatisticsBackward{

@@ -570,9 +570,9 @@ var Table = []Group{
 					"first of the largest elements' columns, and is_top1 = whether that is index. Outputs that are NULL " +
 					"are not computed. A row is left out where row_mask is 0, and where index " +
 					"is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of " +
-					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN predicted is " +
-					"-1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), and " +
-					"sum p (m - z).",
+					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN or +inf " +
+					"predicted is -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - " +
+					"m)), and sum p (m - z).",
 				Operands: []Operand{
 					logits, index, rowMask,
 					statistic("log_prob", Statistic),

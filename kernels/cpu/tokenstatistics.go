@@ -160,7 +160,9 @@ func (tokenForward[T]) combine(w *worker[T], row int, _ []partial) (none rowStat
 	for _, o := range all[1:] {
 		p.merge(o)
 	}
-	hasNaN := math.IsNaN(p.others)
+	if math.IsNaN(p.others) || math.IsInf(p.max, 1) {
+		p.column = -1
+	}
 	if math.IsInf(p.max, 0) {
 		p.others, p.squares = math.NaN(), math.NaN()
 	}
@@ -176,9 +178,6 @@ func (tokenForward[T]) combine(w *worker[T], row int, _ []partial) (none rowStat
 	write(&w.ce.Max, p.max)
 	write(&w.ce.LogSum, logSum)
 	write(&s.Depth, depth)
-	if hasNaN {
-		p.column = -1
-	}
 	w.writePredicted(row, p.column, t.valid && p.column == t.column)
 	return none
 }

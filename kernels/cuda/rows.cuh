@@ -375,6 +375,17 @@ __device__ __forceinline__ void prefetch_later_rows(const Rows& r, int rows, int
 #endif
 }
 
+// The end of a CTA whose only row is skipped.
+template <class Op>
+__device__ __forceinline__ void finish_skipped(const typename Op::Args& args, int64_t row, bool leader) {
+  if (leader) {
+    auto sc = Op::load_scalars(args, row, true);
+    Op::resolve_scalars(args, row, sc, false);
+    Op::finalize(args, row, sc, typename Op::State(), true);
+  }
+  Op::finish_launch(args);
+}
+
 // Flags: what the kernel's row of kernels/variants.txt decides.
 template <class Op, int TPR, int V, unsigned Flags>
 __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
@@ -418,7 +429,10 @@ __device__ __forceinline__ void rows_body(const typename Op::Args& args) {
   if constexpr (Cluster) leader = leader && cluster_rank() == 0;
 #endif
   RowView<T> p = row_view<Op, Unaligned, true>(args.rows, active ? row : 0);
-  if (!active || Op::skips(args, row)) p.bounds.clear();
+  const bool skipped = active && Op::skips(args, row);
+  if constexpr (kRows == 1 && !Op::kHasOutput && !Cluster)
+    if (skipped) return finish_skipped<Op>(args, row, leader);
+  if (!active || skipped) p.bounds.clear();
   Tile<Op, V, Unaligned, false, SameOffset, kCacheExp, Unaligned && TPR <= 32> tile;
   tile.load(p, e, kStep);
   auto sc = Op::load_scalars(args, active ? row : 0, leader);  // after the row's loads: it may wait
@@ -530,7 +544,10 @@ __device__ __forceinline__ void partial_body(const typename Op::Args& args) {
   const int chunk = blockIdx.x % args.rows.splits;
   const bool leader = threadIdx.x == 0;
   RowView<T> p = row_view<Op, Unaligned, false>(args.rows, row, chunk);
-  if (Op::skips(args, row)) p.bounds.clear();
+  if (Op::skips(args, row)) {
+    if (args.rows.splits == 1 && !Op::kHasOutput) return finish_skipped<Op>(args, row, leader);
+    p.bounds.clear();
+  }
   Tile<Op, V, Unaligned, Unaligned && !SameOffset, SameOffset> tile;
   int e = threadIdx.x * kElements<T>;
   // Before what may wait. Not in unaligned kernels: 24576 x 50257 took 1.02 times as long.

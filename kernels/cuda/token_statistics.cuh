@@ -67,8 +67,15 @@ struct alignas(16) TokenSum : std::conditional_t<All, AllSums, NoSums> {
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
     const float top = lanes_max<L>(m);
-    const float having = lanes_sum<L>(m == top && top > -kInfinity ? 1.f : 0.f);
+    const bool has_max = m == top && top > -kInfinity;
     rebase(top);
+    sum_lanes<L>(has_max);
+  }
+  // For lanes that have the maximum in common. leaves_out: whether this lane's sums are without one element
+  // that has it.
+  template <int L>
+  __device__ __forceinline__ void sum_lanes(bool leaves_out) {
+    const float having = lanes_sum<L>(leaves_out ? 1.f : 0.f);
     others = lanes_sum<L>(others), depth = lanes_sum<L>(depth);
     if constexpr (All) {
       this->squares = lanes_sum<L>(this->squares), this->total = lanes_sum<L>(this->total);
@@ -89,11 +96,12 @@ __device__ __forceinline__ bool is_masked(const TokenStatisticsArgs& a, int64_t 
   return static_cast<const int64_t*>(a.row_mask)[i] == 0;
 }
 
-// Long rows wait for their index too. Short ones would take longer.
-constexpr int64_t kWorthWaiting = 1 << 14;
+// Many long rows wait for their index too. Others would take longer.
+constexpr int64_t kLongRow = 1 << 14, kManyRows = 512;
 __device__ __forceinline__ bool is_skipped(const TokenStatisticsArgs& a, int64_t row) {
   if (is_masked(a, row)) return true;
-  return a.rows.n >= kWorthWaiting && load_target<false>(a, row) == a.ignore_index;
+  const bool waits = a.rows.n >= kLongRow && a.rows.m >= kManyRows;
+  return waits && load_target<false>(a, row) == a.ignore_index;
 }
 
 template <class T_, bool All>
@@ -132,117 +140,157 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     sc.logit = __ldcg(static_cast<const float*>(a.target_logits) + row);
     return sc;
   }
+  // Streams: a thread's maximum rises less and less often.
   template <class Tile, class View>
   __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& tile, const View& p,
                                                     int e, int step) {
     constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
     const float high = Loss::template highest<V>(a, tile, p, e, step);
-    int largest = kNoElement;  // what the sums leave out
-    if (high > st.m) {
-      st.rebase(high);
-      largest = first_of<V>(a, tile, p, e, step, high);
-      if constexpr (All) st.column = p.origin + largest;
-    }
-    const float r = State::reference(st.m);
-    if constexpr (sizeof(T) == 4) add_floats<V>(a, st, tile, p, e, step, r, largest);
-    else if (a.inner == 0.f) add_vectors<V, false>(a, st, tile, p, e, step, r, largest);
-    else add_vectors<V, true>(a, st, tile, p, e, step, r, largest);
+    const bool rises = high > st.m;
+    if (rises) st.rebase(high);
+    add_tile(a, st, tile, p, e, step, high, rises);
   }
-  static constexpr int kNoElement = INT32_MIN;
-  // The first element of a thread's tile whose mapped logit is `high`.
-  template <int V, class Tile, class View>
-  __device__ __forceinline__ static int first_of(const Args& a, const Tile& tile, const View& p, int e,
-                                                 int step, float high) {
+  // Rows in registers: lanes agree on the maximum first, so that few of them look for the element that has
+  // it.
+  template <int L, class Tile, class View>
+  __device__ __forceinline__ static void reduce(const Args& a, State& st, Tile& tile, const View& p, int e,
+                                                int step) {
+    constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
+    const float high = Loss::template highest<V>(a, tile, p, e, step);
+    st.m = lanes_max<L>(high);
+    const bool has_max = high == st.m && high > -kInfinity;
+    add_tile(a, st, tile, p, e, step, high, has_max);
+    st.template sum_lanes<L>(has_max);
+  }
+  // Adds a tile, relative to st.m. leaves_out: without one element that is `high`, the first.
+  template <class Tile, class View>
+  __device__ __forceinline__ static void add_tile(const Args& a, State& st, const Tile& tile, const View& p,
+                                                  int e, int step, float high, bool leaves_out) {
+    constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
+    if (a.inner == 0.f) add_mapped<V, false>(a, st, tile, p, e, step, high, leaves_out);
+    else add_mapped<V, true>(a, st, tile, p, e, step, high, leaves_out);
+  }
+
+  // Sums over elements of v = exp(z - m): of v, of v times its exponent, and of v^2. Exponents of 16-bit rows
+  // are to the base of 2.
+  struct Sums {
+    float sum = 0.f, depth = 0.f, squares = 0.f;
+    __device__ __forceinline__ void add(float exponent, bool counts = true) {
+      const float v = !counts ? 0.f : sizeof(T) == 4 ? expf(exponent) : quick_exp2(exponent);
+      sum += v;
+      depth = fmaf(v, fmaxf(exponent, kDeepest), depth);
+      if constexpr (All) squares = fmaf(v, v, squares);
+    }
+    __device__ __forceinline__ void add(const Sums& o) {
+      sum += o.sum, depth += o.depth;
+      if constexpr (All) squares += o.squares;
+    }
+  };
+  // The exponents of a vector. Those of 16-bit rows without a cap are slope x - offset in one operation.
+  // `lost` is what the offset has lost to rounding: a factor that all v have alike.
+  template <bool Capped>
+  struct Reference {
+    const Args& a;
+    float m, slope = 0.f, offset = 0.f, lost = 0.f;
+    static constexpr bool kLinear = sizeof(T) == 2 && !Capped;
+    __device__ __forceinline__ Reference(const Args& a, float m) : a(a), m(m) {
+      if constexpr (kLinear) {
+        const float x = __fdividef(m, a.outer);
+        slope = a.outer * kLog2E, offset = slope * x, lost = fmaf(slope, x, -offset);
+      }
+    }
+    // Calls each(j, exponent).
+    template <int E, class View, class Each>
+    __device__ __forceinline__ void exponents(const float (&x)[E], const View& p, int e,
+                                              const Each& each) const {
+      if constexpr (kLinear) {  // out of bounds x is -inf
+#pragma unroll
+        for (int j = 0; j < E; j++) each(j, fmaf(slope, x[j], -offset));
+      } else if constexpr (sizeof(T) == 2) {
+        MappedVector<E, Capped> z(a, x);
+        if (e < p.bounds.lo || e + E > p.bounds.hi) {
+#pragma unroll
+          for (int j = 0; j < E; j++)
+            if (e + j < p.bounds.lo || e + j >= p.bounds.hi) z.omit(j);
+        }
+#pragma unroll
+        for (int j = 0; j < E; j++) each(j, z.exponent(a, m, j));
+      } else {
+        float z[E];
+        map_logits<T>(a, p, e, x, z);
+#pragma unroll
+        for (int j = 0; j < E; j++) each(j, z[j] - m);
+      }
+    }
+    // Adds the sums to a state.
+    __device__ __forceinline__ void add(State& st, const Sums& s) const {
+      constexpr float kUnit = sizeof(T) == 4 ? 1.f : kLn2;
+      const float by = -lost * kLn2;  // exp(by) is 1 + by
+      st.others += fmaf(s.sum, by, s.sum);
+      const float depth = fmaf(-lost, s.sum, s.depth);
+      st.depth = fmaf(-kUnit, fmaf(depth, by, depth), st.depth);
+      if constexpr (All) st.squares += fmaf(s.squares, 2.f * by, s.squares);
+    }
+  };
+  template <int V, bool Capped, class Tile, class View>
+  __device__ __forceinline__ static void add_mapped(const Args& a, State& st, const Tile& tile, const View& p,
+                                                    int e, int step, float high, bool leaves_out) {
     constexpr int E = kElements<T>;
-    int first = kNoElement;
+    const Reference<Capped> reference(a, State::reference(st.m));
+    int vector = -1;
+    Sums rest;  // of that vector, without the element
+    if (leaves_out) {
+      uint4 having[1];
 #pragma unroll
-    for (int i = V - 1; i >= 0; i--) {
-      float x[E], z[E];
+      for (int i = V - 1; i >= 0; i--) {
+        const uint4 one[1] = {tile.a[i]};
+        const int at = e + i * step;
+        if (at < p.bounds.hi && at + E > p.bounds.lo && MappedLogit<T>(a, tile_max(T(), one)).value == high)
+          vector = i, having[0] = one[0];
+      }
+      float x[E];
+      unpack(T(), having[0], x);
+      const int first = e + vector * step;
+      int element = -1;
+      map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
+        const bool in = first + j >= p.bounds.lo && first + j < p.bounds.hi;
+        if (element < 0 && in && z.value == high) element = j;
+      });
+      reference.exponents(x, p, first, [&](int j, float exponent) { rest.add(exponent, j != element); });
+      if constexpr (All) st.column = p.origin + first + element;
+    }
+    Sums sums;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int first = e + i * step;
+      float x[E];
+      Sums own;
       tile.get_a(i, x);
-      map_logits<T>(a, p, e + i * step, x, z);  // out of bounds it is -inf
-#pragma unroll
-      for (int j = E - 1; j >= 0; j--) first = z[j] == high ? e + i * step + j : first;
+      reference.exponents(x, p, first, [&](int, float exponent) { own.add(exponent); });
+      if (i == vector) own = rest;
+      sums.add(own);
+      if constexpr (All) st.total += total_of<Capped>(a, p, first, x);
     }
-    return first;
-  }
-  // Calls each(j) for the elements of a vector that are out of bounds, or `largest`.
-  template <int E, class View, class Each>
-  __device__ __forceinline__ static void each_omitted(const View& p, int first, int largest,
-                                                      const Each& each) {
-    if (first < p.bounds.lo || first + E > p.bounds.hi) {
-#pragma unroll
-      for (int j = 0; j < E; j++)
-        if (first + j < p.bounds.lo || first + j >= p.bounds.hi) each(j);
-    }
-    const unsigned k = largest - first;
-    if (k < E) {
-#pragma unroll
-      for (unsigned j = 0; j < E; j++)
-        if (j == k) each(j);
-    }
+    reference.add(st, sums);
   }
   // The sum of z, without a cap of x, in a vector.
-  template <int E, class View, class At>
-  __device__ __forceinline__ static float total_of(const View& p, int first, const At& at) {
+  template <bool Capped, int E, class View>
+  __device__ __forceinline__ static float total_of(const Args& a, const View& p, int first,
+                                                   const float (&x)[E]) {
     float total = 0.f;
+    const auto add = [&](int j, float x) {
+      if constexpr (Capped) x = MappedLogit<T>(a, x).value;
+      total += x;
+    };
     if (first >= p.bounds.lo && first + E <= p.bounds.hi) {
 #pragma unroll
-      for (int j = 0; j < E; j++) total += at(j);
+      for (int j = 0; j < E; j++) add(j, x[j]);
     } else {
 #pragma unroll
-      for (int j = 0; j < E; j++) total += first + j >= p.bounds.lo && first + j < p.bounds.hi ? at(j) : 0.f;
+      for (int j = 0; j < E; j++)
+        if (first + j >= p.bounds.lo && first + j < p.bounds.hi) add(j, x[j]);
     }
     return total;
-  }
-  // 16-bit logits.
-  template <int V, bool Capped, class Tile, class View>
-  __device__ __forceinline__ static void add_vectors(const Args& a, State& st, const Tile& tile,
-                                                     const View& p, int e, int step, float r, int largest) {
-    constexpr int E = kElements<T>;
-    float depth = 0.f;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int first = e + i * step;
-      float x[E], sum = 0.f, below = 0.f, squares = 0.f;
-      tile.get_a(i, x);
-      MappedVector<E, Capped> z(a, x);
-      if constexpr (All) st.total += total_of<E>(p, first, [&](int j) { return Capped ? z.z(a, j) : x[j]; });
-      each_omitted<E>(p, first, largest, [&](int j) { z.omit(j); });
-#pragma unroll
-      for (int j = 0; j < E; j++) {
-        const float d = z.exponent(a, r, j), v = quick_exp2(d);
-        sum += v;
-        below = fmaf(v, fmaxf(d, kDeepest), below);
-        if constexpr (All) squares = fmaf(v, v, squares);
-      }
-      st.others += sum, depth += below;
-      if constexpr (All) st.squares += squares;
-    }
-    st.depth = fmaf(-kLn2, depth, st.depth);
-  }
-  template <int V, class Tile, class View>
-  __device__ __forceinline__ static void add_floats(const Args& a, State& st, const Tile& tile, const View& p,
-                                                    int e, int step, float r, int largest) {
-    constexpr int E = kElements<T>;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int first = e + i * step;
-      float x[E], z[E], sum = 0.f, below = 0.f, squares = 0.f;
-      tile.get_a(i, x);
-      map_logits<T>(a, p, first, x, z);
-      if constexpr (All)
-        st.total += total_of<E>(p, first, [&](int j) { return a.inner == 0.f ? x[j] : z[j]; });
-      each_omitted<E>(p, first, largest, [&](int j) { z[j] = -kInfinity; });
-#pragma unroll
-      for (int j = 0; j < E; j++) {
-        const float d = z[j] - r, v = expf(d);
-        sum += v;
-        below = fmaf(v, fmaxf(d, kDeepest), below);
-        if constexpr (All) squares = fmaf(v, v, squares);
-      }
-      st.others += sum, st.depth -= below;
-      if constexpr (All) st.squares += squares;
-    }
   }
   __device__ __forceinline__ static void finalize(const Args& a, int64_t row, const Scalars& sc,
                                                   const State& st, bool leader) {
@@ -265,7 +313,9 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
       const float2 of_squares = log_parts(1.f + st.squares, st.squares);
       put(a.log_sum_sq_probs, finite ? fmaf(-2.f, log_sum, of_squares.x + of_squares.y) : kNaN);
       put(a.mean_logit, (a.inner == 0.f ? a.outer * st.total : st.total) / static_cast<float>(a.rows.n));
-      const int64_t column = sc.left_out || isnan(st.others) ? -1 : st.column == kNoColumn ? 0 : st.column;
+      const int64_t column = sc.left_out || isnan(st.others) || st.m == kInfinity ? -1
+                             : st.column == kNoColumn                             ? 0
+                                                                                  : st.column;
       if (a.predicted) static_cast<int64_t*>(a.predicted)[row] = column;
       if (a.is_top1) static_cast<uint8_t*>(a.is_top1)[row] = column >= 0 && column == sc.index;
     }

@@ -18,7 +18,7 @@ KERNEL(all_token_statistics_forward_rows_float32_8x4, 128, 8, rows_body<TokenSta
 KERNEL(all_token_statistics_forward_rows_float32_32x4, 128, 8, rows_body<TokenStatisticsForward<f32, true>, 32, 4, 0>)
 KERNEL(all_token_statistics_forward_rows_float32_256x4, 256, 4, rows_body<TokenStatisticsForward<f32, true>, 256, 4, kExactWarps>)
 KERNEL(all_token_statistics_forward_rows_float32_32x4_unaligned, 128, 8, rows_body<TokenStatisticsForward<f32, true>, 32, 4, kUnaligned>)
-KERNEL(all_token_statistics_forward_partial_float32_256x4, 256, 4, partial_body<TokenStatisticsForward<f32, true>, 256, 4, false, false>)
+KERNEL(all_token_statistics_forward_partial_float32_256x4, 256, 3, partial_body<TokenStatisticsForward<f32, true>, 256, 4, false, false>)
 KERNEL(all_token_statistics_forward_partial_float32_256x2_unaligned, 256, 4, partial_body<TokenStatisticsForward<f32, true>, 256, 2, true, false>)
 KERNEL(all_token_statistics_forward_apply_float32_256x4, 256, 4, apply_body<TokenStatisticsForward<f32, true>, 4, false>)
 KERNEL(all_token_statistics_forward_apply_float32_256x2_unaligned, 256, 4, apply_body<TokenStatisticsForward<f32, true>, 2, true>)

@@ -21,7 +21,8 @@
     const char* name; \
     int32_t (*call)(const arguments*); \
     /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), u targets \
-     * (N), 1 one element, q heads (M, 1, N), w a table (M, N / 2), i an index, c two of them, - NULL. */ \
+     * (N), 1 one element, q heads (M, 1, N), w a table (M, N / 2), i an index, c two of them, g (M, 3), o \
+     * bools (M), l int64 (M), - NULL. */ \
     const char* operands; \
     const char* places;       /* of operands, then of outputs: p a parameter, o in the option struct */ \
     int outputs;              /* 0 if tensors are borrowed */ \
@@ -89,6 +90,15 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
       case 'i': fill_targets(b, 1); break;
       case 'c': fill_targets(b, 2); break;
       case '1': fill_vector(b, 1); break;
+      case 'g':
+        fill(b)->shape[1] = 3;
+        b->strides[0] = 3;
+        break;
+      case 'l': fill_targets(b, M)->managed.dl_tensor.dtype.bits = 64; break;
+      case 'o':
+        fill_vector(b, M);
+        b->managed.dl_tensor.dtype = (DLDataType){kDLBool, 8, 1};
+        break;
       default: continue;
     }
     c->a.operands[i] = &b->managed;
@@ -112,7 +122,7 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
     case RANK: t->ndim = 0; break;
     case NO_COLUMNS: t->shape[t->ndim - 1] = 0; break;
     case LENGTH: t->shape[t->ndim - 1] += 1; break;
-    case DTYPE: t->dtype.bits = 8; break;
+    case DTYPE: t->dtype.bits = t->dtype.bits == 8 ? 16 : 8; break;
     case DEVICE: t->device.device_type = kDLMetal; break;
     case MIXED: t->device = (DLDevice){kDLCUDA, 1 << 20}; break; /* no machine has so many devices */
     case LAYOUT: t->strides[t->ndim - 1] = 2; break;
@@ -128,7 +138,7 @@ static inline int must_fail(const function* f, fault wrong, int at) {
   switch (wrong) {
     case NOTHING:
     case NO_ROWS: return 0;
-    case SLOT:
+    case SLOT: return at == 0 && f->places[strlen(f->operands)] == 'p';
     case MISSING: return at == 0;
     case RANK: return !strchr("s1b", f->operands[at]);
     case LENGTH: { /* any number of columns is valid if no other operand has columns */
@@ -136,6 +146,7 @@ static inline int must_fail(const function* f, fault wrong, int at) {
       for (const char* p = f->operands; *p; ++p) others += strchr("mhnu", *p) != NULL;
       return f->operands[at] != 'm' || others > 1;
     }
+    case ALIGNMENT: return f->operands[at] != 'o';
     case LAYOUT: return strchr("mehbqw", f->operands[at]) != NULL;
     default: return 1;
   }

@@ -124,13 +124,16 @@ func testLayouts() string {
 	return t.String()
 }
 
+// indexTypes are the rules that int32 follows.
+var indexTypes = []operators.DType{operators.Index, operators.RowMask}
+
 // letters encodes the operands of a valid call with the default options. all has those of the operator.
 func letters(list, all []operators.Operand) string {
 	var b strings.Builder
 	halved := slices.ContainsFunc(all, func(p operators.Operand) bool { return p.Shape == operators.HalfRows })
 	for _, p := range list {
 		rule, letter := operators.Shapes[p.Shape], byte('r') // a number for each row
-		sizes, indices := rule.Forms[0].Sizes, p.DType == operators.Index
+		sizes, indices := rule.Forms[0].Sizes, slices.Contains(indexTypes, p.DType)
 		switch {
 		case rule.Layout == operators.Broadcasts:
 			letter = 'b'
@@ -148,6 +151,12 @@ func letters(list, all []operators.Operand) string {
 			letter = 'e' // an even number of columns
 		case rule.Layout == operators.InRows:
 			letter = 'm'
+		case p.Shape == operators.RowStates:
+			letter = 'g'
+		case p.DType == operators.Truth:
+			letter = 'o'
+		case p.DType == operators.Class:
+			letter = 'l'
 		case sizes == "N" && indices:
 			letter = 'u'
 		case sizes == "N":
