@@ -43,6 +43,16 @@ def _tables(x):
     return np.cos(ANGLES).astype(x.dtype), np.sin(ANGLES).astype(x.dtype)
 
 
+TOKENS = np.arange(6, dtype=np.int32).reshape(2, 3)
+
+
+def _tokens(z):
+    log_p = jax.nn.log_softmax(z, -1)
+    log_prob = jnp.take_along_axis(log_p, TOKENS[..., None], -1)[..., 0]
+    entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+    return jnp.where(TOKENS > 1, log_prob, 0), jnp.where(TOKENS > 1, entropy, 0)
+
+
 ROWS, COLUMNS, HEADS = (2, 3, 11), (11,), (3, 11)
 CASES = {
     "softmax": Case(gj.softmax, jax.nn.softmax, (ROWS,)),
@@ -65,6 +75,11 @@ CASES = {
     ),
     "logsumexp where": Case(
         lambda x: gj.logsumexp(x, where=WHERE), lambda x: jax.nn.logsumexp(x, -1, where=WHERE), (ROWS,)
+    ),
+    "token_statistics": Case(
+        lambda x: tuple(gj.token_statistics(x, TOKENS, temperature=0.7, where=TOKENS > 1)),
+        lambda x: _tokens(x / 0.7),
+        (ROWS,),
     ),
     "rmsnorm": Case(gj.rmsnorm, _rmsnorm, (ROWS, COLUMNS)),
     "rmsnorm bare": Case(gj.rmsnorm, _rmsnorm, (ROWS,)),

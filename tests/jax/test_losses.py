@@ -235,3 +235,28 @@ def test_linear_cross_entropy_holds_a_part_of_the_logits():
 def test_refusals(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_statistics_of_tokens():
+    """All of them, and a gradient through one that has none."""
+    x, index = normal(key(0), (3, 7)), jnp.array([1, -100, 4])
+    outputs = ("predicted", "is_top1", "log_sum_sq_probs", "mean_logit", "log_prob")
+    found = jax.jit(lambda x: gj.token_statistics(x, index, outputs=outputs))(x)
+    assert found._fields == outputs and found.is_top1.dtype == bool
+    largest = x.argmax(-1)
+    np.testing.assert_array_equal(found.predicted, jnp.where(index < 0, -1, largest))
+    np.testing.assert_array_equal(found.is_top1, (index >= 0) & (largest == index))
+    p = jax.nn.softmax(x)
+    squares = jnp.where(index < 0, 0, jnp.log((p * p).sum(-1)))
+    np.testing.assert_allclose(found.log_sum_sq_probs, squares, rtol=1e-5)
+    np.testing.assert_allclose(found.mean_logit, jnp.where(index < 0, 0, x.mean(-1)), rtol=1e-5, atol=1e-6)
+
+    def through(x, stop=lambda v: v):
+        found = gj.token_statistics(x, index, outputs=("log_prob", "mean_logit"))
+        return (found.log_prob + stop(found.mean_logit)).sum()
+
+    with pytest.raises(NotImplementedError, match=r"a gradient through mean_logit .* jax.lax.stop_gradient"):
+        jax.grad(through)(x)
+    stopped = jax.grad(lambda x: through(x, jax.lax.stop_gradient))(x)
+    alone = jax.grad(lambda x: gj.token_statistics(x, index).log_prob.sum())(x)
+    np.testing.assert_array_equal(stopped, alone)

@@ -25,7 +25,8 @@ def test_values_and_gradients(name, dtype):
         close(gradients, wanted, dtype)
         assert [g.dtype for g in gradients] == [a.dtype for a in given]
         statistic = "float64" if dtype == "float64" else "float32"
-        assert {str(y.dtype) for y in found} == {statistic if "logsumexp" in name else dtype}
+        of_rows = "logsumexp" in name or name == "token_statistics"
+        assert {str(y.dtype) for y in found} == {statistic if of_rows else dtype}
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm prenorm", "rotary", "silu_and_mul"])
@@ -51,6 +52,7 @@ SAME = {
     "rmsnorm": (lambda of, x, w: of.rmsnorm(x, w), ["x", "w"]),
     "layernorm": (lambda of, x, w: of.layernorm(x, w, w), ["x", "w"]),
     "swiglu": (lambda of, x: of.swiglu(x, x), ["x"]),
+    "token_statistics": (lambda of, x, t: of.token_statistics(x, t).entropy, ["x", "t"]),
     "none": (lambda of, x, t: of.cross_entropy(x, t, reduction="none"), ["x", "t"]),
 }
 

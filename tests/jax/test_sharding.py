@@ -31,6 +31,7 @@ SHARDED = {
     "softmax": ([("d",)], 0),
     "softmax where": ([("d",)], 0),
     "logsumexp where": ([("d",)], 0),
+    "token_statistics": ([("d",)], 0),
     "rmsnorm": ([("d",), ()], 1),
     "rmsnorm heads": ([("d",), (), ()], 1),
     "rmsnorm prenorm": ([("d",), (), ("d",)], 1),

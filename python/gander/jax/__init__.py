@@ -15,6 +15,7 @@ from ._losses import cross_entropy  # noqa: E402
 from ._norms import l2norm, layernorm, rmsnorm  # noqa: E402
 from ._rotary import qk_norm_rotary, rotary  # noqa: E402
 from ._softmax import log_softmax, logsumexp, softmax  # noqa: E402
+from ._tokens import token_statistics  # noqa: E402
 
 __all__ = [
     "CHECKED",
@@ -33,6 +34,7 @@ __all__ = [
     "silu_and_mul",
     "softmax",
     "swiglu",
+    "token_statistics",
 ]
 
 for _name in __all__:

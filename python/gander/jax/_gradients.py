@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.dtypes import float0
 
 from .._table import (
     IF_SERVED,
@@ -94,6 +95,12 @@ def _backward(call: Call, residuals: Any, gradients: tuple[Any, ...]) -> tuple[l
     came = dict(zip(call.results(), gradients, strict=True))
     if all(isinstance(gradient, SymbolicZero) for gradient in came.values()):
         return ([None] * len(call.given),)
+    for result, gradient in came.items():
+        if result not in heads and not isinstance(gradient, SymbolicZero) and gradient.dtype != float0:
+            raise NotImplementedError(
+                f"gander: a gradient through {result} of {call.operator} is wanted, but it has none; pass it "
+                "through jax.lax.stop_gradient"
+            )
     values: dict[str, Any] = {}
     for result, argument in heads.items():
         gradient = came.get(result)
