@@ -620,6 +620,10 @@ def _torch():
         | _of_losses(
             "loss_gradient",
             lambda **how: _loss_gradient(functools.partial(_losses_with, reduction="sum", **how)),
+        )
+        | _of_tokens("forward", lambda **how: _direct(_of_floats(_tokens, **how)))
+        | _of_tokens(
+            "gradient", lambda **how: _tokens_through_autograd(_of_floats(_tokens, **how)), _DIFFERENTIATED
         ),
     )
 

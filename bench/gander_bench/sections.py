@@ -379,7 +379,7 @@ def loss_options(options: Options) -> Iterator[Point]:
 
 
 def _tokens_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
-    """Also cross-entropy of as many logits, by "gander-plain". With a mask the limit has half of the rows."""
+    """Also cross-entropy of as many logits, by "gander-plain"."""
     torch.manual_seed(0)
     inputs = ALL[op].inputs(m, n, DTYPES[dtype], "cuda")
     calls, results = _prepare(tuple(name for name in providers if name != _PLAIN), op, inputs, m)
@@ -387,7 +387,8 @@ def _tokens_point(providers, options: Options, op: str, dtype: str, m: int, n: i
     for found, more in zip((calls, results), _prepare((_PLAIN,), plain, inputs[:2], m), strict=True):
         found |= more
     traffic, x = "r" if op.endswith("forward") else "rrw", inputs[0]
-    x = x[: (m + 1) // 2] if "masked" in op else x
+    if "masked" in op:  # half of the rows are read, once or twice, and the gradients of all are written
+        traffic, x = ("r", x[: (m + 1) // 2]) if traffic == "r" else ("rw", x)
     read = [x, *(x.clone() for _ in traffic[2:])]
     return _beside_the_limit(options, traffic, read, calls, results)
 

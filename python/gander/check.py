@@ -72,11 +72,11 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         return -log_softmax(x)[list(range(len(x))), target]
 
     def entropies(x, target):
-        p = xp.exp(log_softmax(x))
-        return -(p * log_softmax(x)).sum(-1)
+        total = xp.exp(x).sum(-1)
+        return xp.log(total) - (x * xp.exp(x)).sum(-1) / total
 
     def of_tokens(output):
-        return lambda *given: getattr(gander.token_statistics(*given, outputs=(output,)), output)
+        return lambda *given: gander.token_statistics(*given, outputs=(output,))[0]
 
     def linear_loss(x, head, target):
         return losses(x @ head.T, target).mean()
@@ -110,7 +110,7 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
             qk_norm_rotary,
         ),
         "token_statistics": ("x target", of_tokens("log_prob"), lambda *given: -losses(*given)),
-        "token_statistics, entropy": ("x target", of_tokens("entropy"), entropies),
+        "entropy of tokens": ("x target", of_tokens("entropy"), entropies),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
         "cross_entropy, mean": ("x target", gander.cross_entropy, lambda *given: losses(*given).mean()),

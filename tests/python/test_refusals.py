@@ -310,7 +310,11 @@ LEGAL_HERE = [
         f"{OF_ROWS} explain.x algorithms.x",
     ),
     ("an even number of columns is enough", ("float64", "another rank"), OF_HALVES),
-    ("nothing else has this dtype", ("float64",), "token_statistics.logits token_statistics.logits+"),
+    (
+        "nothing else has this dtype",
+        ("float64",),
+        "torch:token_statistics.logits torch:token_statistics.logits+",
+    ),
     ("the result has no memory either", ("a meta tensor",), f"{OF_ROWS} {OF_HALVES}"),
     (
         "torch has it too",

@@ -176,6 +176,7 @@ def operands_of(name, local):
         "rmsnorm": norm,
         "layernorm": norm,
         "l2norm": ((x,), {"eps": 0.5}),
+        "token_statistics": ((x, target, target > 1), {"temperature": 0.5}),
         "rotary": (rotation, {}),
         "rotary_bwd": (rotation, {}),
         "qk_norm_rotary": ((*rotation[:2], weight, weight.cos(), *rotation[2:]), {}),

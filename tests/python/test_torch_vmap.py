@@ -44,7 +44,7 @@ PAIRS = {
         lambda x, weight, target: sum(gander.token_statistics(x * weight, target)),
         lambda x, weight, target: (
             -F.cross_entropy(x * weight, target, reduction="none")
-            - (F.softmax(x * weight, -1) * F.log_softmax(x * weight, -1)).sum(-1)
+            - (F.softmax(x * weight, -1) * F.log_softmax(x * weight, -1)).sum(-1) * (target != -100)
         ),
     ),
     "layernorm": (

@@ -68,10 +68,15 @@ def _peak_gib(device: str) -> dict:
     return {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)} if device == "cuda" else {}
 
 
-def _graphs() -> dict:
-    """How often torch.compile broke the graph and why, and how many graphs it compiled."""
+def _counters() -> dict:
     from torch._dynamo.utils import counters
 
+    return counters
+
+
+def _graphs() -> dict:
+    """How often torch.compile broke the graph and why, and how many graphs it compiled."""
+    counters = _counters()
     breaks = counters["graph_break"]
     found = {"graph_breaks": sum(breaks.values()), "graphs": counters["stats"]["unique_graphs"]}
     return found | ({"graph_break_reasons": [reason[:300] for reason in breaks]} if breaks else {})
@@ -79,6 +84,7 @@ def _graphs() -> dict:
 
 def measure(settings: Settings) -> dict:
     contestant, preset = CONTESTANTS[settings.contestant], PRESETS[settings.model]
+    _counters().clear()  # Dynamo counts in the whole process
     data = batches(settings)
     model = build(preset, settings.device, settings.seed)
     parameters = sum(p.numel() for p in model.parameters())

@@ -18,7 +18,7 @@ _PATTERNS = {
     "optimizer": r"multi_tensor_apply|adam",
     "rotary": r"qk_norm|rotate_elementwise|rotary|rope",
     "MLP": r"swiglu|geglu|glu_(for|back)ward|silu|gelu",
-    "loss": r"cross_entropy|nll_loss|log_?softmax|element_mul_kernel"
+    "loss": r"cross_entropy|token_statistics|nll_loss|log_?softmax|element_mul_kernel"
     r"|(class_weights|combine_slices|denominator|total)_finish|rescale_elementwise",
     "norms": r"norm_|_norm|rsqrt|weight_gradient_finish",
     "additions": r"functor_add<|fused_add_\d",

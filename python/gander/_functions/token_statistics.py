@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from .. import _debug
@@ -38,23 +38,35 @@ _kinds: dict[tuple[str, ...], Any] = {}
 
 def _make(outputs: tuple[str, ...]) -> None:
     """Adds a named tuple."""
-    if outputs not in _kinds:
-        kind: Any = namedtuple("TokenStatistics", outputs)  # type: ignore[misc]
-        kind.__reduce__ = lambda self: (_restored, (outputs, *self))  # a pickle finds no class by its name
-        _kinds[outputs] = kind
+    if outputs in _kinds:
+        return
+
+    class TokenStatistics(namedtuple("TokenStatistics", outputs)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __new__(cls, *values: Any) -> Any:
+            if len(values) == 1 and isinstance(values[0], Generator):  # torch, from a subclass of its tensors
+                values = tuple(values[0])
+            return super().__new__(cls, *values)
+
+        def __reduce__(self) -> Any:  # a pickle finds no class by its name
+            return named_tuple, (outputs, tuple(self))
+
+    _kinds[outputs] = TokenStatistics
 
 
 # torch.compile calls it while it traces, and finds the class in the dictionary.
 _make._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _restored(outputs: tuple[str, ...], *values: Any) -> TokenStatistics:
+def named_tuple(outputs: tuple[str, ...], values: Sequence[Any]) -> TokenStatistics:
     _make(outputs)
     statistics: TokenStatistics = _kinds[outputs](*values)
     return statistics
 
 
-def _check_outputs(outputs: Any) -> tuple[str, ...]:
+def check_outputs(outputs: Any) -> tuple[str, ...]:
+    """The names of statistics that a caller asks for, in that order."""
     names = tuple(outputs) if isinstance(outputs, (list, tuple)) else ()
     known = all(isinstance(name, str) and name in STATISTICS for name in names)
     if not names or not known or len(set(names)) < len(names):
@@ -114,8 +126,8 @@ def token_statistics(
 
     Returns:
         A named tuple of the outputs, each of logits.shape[:-1]: float32 (float64 for float64), is_top1 bool,
-        predicted int64. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch; with a NaN its
-        predicted is -1.
+        predicted int64. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch; with a NaN or +inf
+        its predicted is -1.
 
     Raises:
         TypeError: A dtype, or an argument of another type.
@@ -128,7 +140,7 @@ def token_statistics(
         >>> gander.token_statistics(torch.zeros(1, 4), torch.tensor([2]))
         TokenStatistics(log_prob=tensor([-1.3863]), entropy=tensor([1.3863]))
     """
-    names = _check_outputs(outputs)
+    names = check_outputs(outputs)
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
@@ -159,6 +171,4 @@ def token_statistics(
         )
     except FAILURES as error:
         raise ops.explained(error, logits=logits, index=index, row_mask=row_mask) from None
-    _make(names)
-    statistics: TokenStatistics = _kinds[names](*[results[STATISTICS.index(name)] for name in names])
-    return statistics
+    return named_tuple(names, [results[STATISTICS.index(name)] for name in names])
