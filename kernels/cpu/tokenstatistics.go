@@ -197,13 +197,20 @@ func (tokenBackward[T]) plan(c *call[T], workers int)                   { c.plan
 func (tokenBackward[T]) run(c *call[T])                                 { c.runRows() }
 func (tokenBackward[T]) firstPass(*worker[T], int, int, int, []partial) {}
 
-// combine: dz = exp(z - a) b (c - d (z - a)).
+// combine: dz = exp(z - a) (c - d (z - a)) / sum, and b at the index, before dx is written over x.
 func (tokenBackward[T]) combine(w *worker[T], row int, _ []partial) rowStats {
 	ofLogProb, ofEntropy := w.upstreams(row)
-	return rowStats{
-		a: at(&w.ce.Max, row), b: math.Exp(-at(&w.ce.LogSum, row)),
-		c: -ofLogProb - ofEntropy*at(&w.tokens.Depth, row), d: ofEntropy,
+	high, depth := at(&w.ce.Max, row), at(&w.tokens.Depth, row)
+	s := rowStats{a: high, c: -ofLogProb - ofEntropy*depth, d: ofEntropy}
+	if t := w.targetOf(row); t.valid {
+		below := w.mappedLogit(row, t.column) - high
+		log := below - at(&w.ce.LogSum, row)
+		s.b = ofLogProb * -math.Expm1(log)
+		if p := math.Exp(log); p != 0 {
+			s.b -= ofEntropy * p * (below + depth)
+		}
 	}
+	return s
 }
 
 // upstreams is the gradients of a row's log-probability and entropy. Both are 0 where it is left out.
@@ -228,28 +235,20 @@ func (tokenBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s
 		w.writeZeros(row, lo, hi)
 		return
 	}
-	t, isMapped := w.targetOf(row), w.ce.Map != (kernels.LogitMap{})
-	logit := math.NaN()
-	if t.valid {
-		logit = w.mappedLogit(row, t.column)
-	}
+	t, isMapped, scale := w.targetOf(row), w.ce.Map != (kernels.LogitMap{}), math.Exp(-at(&w.ce.LogSum, row))
 	for j := lo; j < hi; j += block {
 		n := min(block, hi-j)
 		slope, below := w.scratch(1, j, n), w.scratch(2, j, n)
 		z, dx := w.mapped(slope, row, j, n), w.output(0, &w.dx, row, j, n)
 		w.funcs.subtract(below, z, T(s.a))
-		w.funcs.expScale(dx, z, T(s.a), T(s.b))
+		w.funcs.expScale(dx, z, T(s.a), T(scale))
 		for i, p := range dx {
 			if p != 0 { // z may be -inf where it is
 				dx[i] = T(float64(p) * (s.c - s.d*float64(below[i])))
 			}
 		}
 		if k := t.column - j; t.valid && 0 <= k && k < n {
-			log := (logit - s.a) + math.Log(s.b)
-			dx[k] = T(ofLogProb * -math.Expm1(log))
-			if p := math.Exp(log); p != 0 {
-				dx[k] -= T(ofEntropy * p * (logit - s.a + at(&w.tokens.Depth, row)))
-			}
+			dx[k] = T(s.b)
 		}
 		if isMapped {
 			w.funcs.multiply(dx, dx, slope, 1)
