@@ -1245,6 +1245,7 @@ func ganderTokenStatisticsBackward(logits, index, state, dlogits, options unsafe
 		Softcap:        float64(o.softcap),
 		Temperature:    ops.Some(float64(o.temperature)),
 		BatchInvariant: o.batch_invariant != 0,
+		Slice:          o.slice != 0,
 	}.Run(&c)
 	return report(err)
 }
@@ -1277,6 +1278,7 @@ func ganderTokenStatisticsBackwardOwned(logits, index, state, options unsafe.Poi
 			Softcap:        float64(o.softcap),
 			Temperature:    ops.Some(float64(o.temperature)),
 			BatchInvariant: o.batch_invariant != 0,
+			Slice:          o.slice != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

@@ -787,15 +787,19 @@ typedef struct {
   double softcap; /* see scale; more than 0, or 0 for none */
   double temperature; /* see scale; more than 0; 1 by default */
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  /* logits is a slice of each row's tokens, and an index counts from the slice's first token. state is
+   * that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are left
+   * out by row_mask, because ignore_index may be the number of a token in the slice */
+  int64_t slice;
 } gander_token_statistics_backward_options;
 #define GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_token_statistics_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, -100, 1, \
-  0, 1, 0}
+  0, 1, 0, 0}
 
 /* The gradient of z is dz[j] = dlog_prob * ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + entropy)
  * for each row, and dlogits is that of logits. One of dlog_prob and dentropy, or both, is given. state is
  * forward's. dlogits of a row that is left out is 0, whatever logits are. It is NaN where index is outside
- * of [0, N) and dlog_prob is given.
+ * of [0, N) and dlog_prob is given, except with slice.
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64.
  *   state: (M, 3), contiguous; float64 if logits is, else float32.
@@ -1338,10 +1342,11 @@ typedef struct {
   double softcap;
   double temperature;
   int64_t batch_invariant;
+  int64_t slice;
 } gander_token_statistics_grad_options;
 #define GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS \
   {sizeof(gander_token_statistics_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, -100, 1, 0, \
-  1, 0}
+  1, 0, 0}
 
 /* gander_token_statistics_backward with owned tensors. */
 int32_t gander_token_statistics_grad(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,

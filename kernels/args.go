@@ -190,7 +190,7 @@ type GeneralCrossEntropyArgs struct {
 }
 
 // TokenStatisticsArgs is the parameter of the kernels of statistics of tokens' logits. Of the losses'
-// arguments it uses the rows, the target, IgnoreIndex, Max, LogSum, and the map of logits.
+// arguments it uses the rows, the target, IgnoreIndex, Max, LogSum, Slice, and the map of logits.
 type TokenStatisticsArgs struct {
 	GeneralCrossEntropyArgs
 	RowMask            Input // 0 for none

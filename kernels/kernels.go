@@ -120,7 +120,7 @@ func (c *CrossEntropy) HasOptions() bool {
 }
 
 // TokenStatistics is what one call of statistics of tokens' logits reads and writes, forward or backward. Of
-// the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum and DX. Max, LogSum and Depth are a row's state:
+// the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum, DX and Slice. Max, LogSum and Depth are a row's state:
 // its maximum, the logarithm of its sum of exp(x - max), and the mean of max - x under its probabilities,
 // which is its entropy without that logarithm.
 type TokenStatistics struct {

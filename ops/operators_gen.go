@@ -1807,7 +1807,8 @@ func (o TokenStatisticsForward) Run(c *Call) error {
 // TokenStatisticsBackward is the operator token_statistics_backward: The gradient of z is dz[j] = dlog_prob *
 // ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + entropy) for each row, and dlogits is that of logits.
 // One of dlog_prob and dentropy, or both, is given. state is forward's. dlogits of a row that is left out is
-// 0, whatever logits are. It is NaN where index is outside of [0, N) and dlog_prob is given.
+// 0, whatever logits are. It is NaN where index is outside of [0, N) and dlog_prob is given, except with
+// slice.
 //
 // M and N are the rows and columns of logits. A refused call writes nothing.
 type TokenStatisticsBackward struct {
@@ -1829,6 +1830,10 @@ type TokenStatisticsBackward struct {
 	Softcap        float64           // see scale; more than 0, or 0 for none
 	Temperature    Optional[float64] // see scale; more than 0; 1 by default
 	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+	// logits is a slice of each row's tokens, and an index counts from the slice's first token. state is
+	// that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are left
+	// out by row_mask, because ignore_index may be the number of a token in the slice
+	Slice bool
 }
 
 // tokenStatisticsBackward is a TokenStatisticsBackward whose operands have been checked.
@@ -1844,6 +1849,7 @@ type tokenStatisticsBackward struct {
 	Scale       float64
 	Softcap     float64
 	Temperature float64
+	Slice       bool
 	Choice
 }
 
@@ -1855,6 +1861,7 @@ func (o TokenStatisticsBackward) Run(c *Call) error {
 		Scale:       o.Scale.or(1),
 		Softcap:     o.Softcap,
 		Temperature: o.Temperature.or(1),
+		Slice:       o.Slice,
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	a.Logits = k.rows("logits", o.Logits, typeFloat.narrow)

@@ -73,7 +73,7 @@ func (a *tokenStatisticsBackward) refuse(k *check) {
 func (a *tokenStatisticsBackward) spec() kernels.TokenStatistics {
 	s := kernels.TokenStatistics{
 		CrossEntropy: kernels.CrossEntropy{
-			X: a.Logits, Target: a.Index, IgnoreIndex: a.IgnoreIndex, DX: a.DLogits,
+			X: a.Logits, Target: a.Index, IgnoreIndex: a.IgnoreIndex, DX: a.DLogits, Slice: a.Slice,
 			Map: kernels.MapLogits(a.Scale, a.Softcap, a.Temperature),
 		},
 		RowMask: a.RowMask, DLogProb: a.DLogProb, DEntropy: a.DEntropy,
@@ -107,6 +107,9 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 	args := k.tokenStatistics(&s, &r)
 	args.DLogProb, args.DLogProbStride = input(s.DLogProb.Data), s.DLogProb.Stride
 	args.DEntropy, args.DEntropyStride = input(s.DEntropy.Data), s.DEntropy.Stride
+	if s.Slice {
+		args.Slice = 1
+	}
 	return k.launch(unsafe.Pointer(&args))
 }
 

@@ -253,6 +253,41 @@ func TestTokenStatisticsOfSpecialRows(t *testing.T) {
 	}
 }
 
+// Backward of slices of the tokens gives the slices of the gradient. In a row whose index is in the other
+// slice, the index adds nothing.
+func TestTokenStatisticsBackwardOfSlices(t *testing.T) {
+	const m, n, cut = 5, 21, 8
+	for _, d := range floats {
+		stat := statistic(d)
+		x := tensor(t, d, random(t, rand.New(rand.NewPCG(1, 2)), d, m*n), m, n)
+		indices := []float64{0, cut, 3, n - 1, cut - 1}
+		index, mask := tensor(t, dlpack.Int64, indices, m), tensor(t, dlpack.Bool, []float64{1, 1, 0, 1, 1}, m)
+		state, want, got := empty(t, stat, m, 3), empty(t, d, m, n), empty(t, d, m, n)
+		f := ops.TokenStatisticsForward{Logits: x, Index: index, RowMask: mask, State: state}
+		require.NoError(t, f.Run(nil))
+		b := ops.TokenStatisticsBackward{
+			Logits: x, Index: index, RowMask: mask, State: state, DLogits: want,
+			DLogProb: tensor(t, stat, []float64{1, 2, -0.5, 3, 1}, m),
+			DEntropy: tensor(t, stat, []float64{-1, 2, 0.25, 1, 1}, m),
+		}
+		require.NoError(t, b.Run(nil))
+		b.Slice = true
+		for _, columns := range [][2]int64{{0, cut}, {cut, n}} {
+			first, size := columns[0], columns[1]-columns[0]
+			local := make([]float64, m)
+			for i, c := range indices {
+				local[i] = c - float64(first)
+			}
+			part := func(v *dlpack.Tensor) *dlpack.Tensor {
+				return view(t, v, first, []int64{m, size}, []int64{n, 1})
+			}
+			b.Logits, b.DLogits, b.Index = part(x), part(got), tensor(t, dlpack.Int32, local, m)
+			require.NoError(t, b.Run(nil))
+		}
+		assert.Equal(t, values(t, want), values(t, got), "%v", d)
+	}
+}
+
 func TestTokenStatisticsRefusals(t *testing.T) {
 	x, index := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Int64, 2)
 	state, dx := empty(t, dlpack.Float32, 2, 3), empty(t, dlpack.Float32, 2, 3)

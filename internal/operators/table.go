@@ -561,7 +561,13 @@ var Table = []Group{
 		Name: "token_statistics", Type: "TokenStatistics",
 		Options: slices.Concat(
 			[]Option{{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this index are left out"}},
-			mapping("logits", 0), []Option{batchInvariant}),
+			mapping("logits", 0), []Option{
+				batchInvariant,
+				{Name: "slice", Type: Flag, Only: "backward",
+					Doc: "logits is a slice of each row's tokens, and an index counts from the slice's first token. state " +
+						"is that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are " +
+						"left out by row_mask, because ignore_index may be the number of a token in the slice"},
+			}),
 		Operators: []Operator{
 			{
 				Name: "forward", Owned: "gander_token_statistics", Refuses: true,
@@ -597,7 +603,7 @@ var Table = []Group{
 				Doc: "The gradient of z is dz[j] = dlog_prob * ([j = index] - p[j]) - dentropy * p[j] * (log p[j] + " +
 					"entropy) for each row, and dlogits is that of logits. One of dlog_prob and dentropy, or both, is " +
 					"given. state is forward's. dlogits of a row that is left out is 0, whatever logits are. It is NaN " +
-					"where index is outside of [0, N) and dlog_prob is given.",
+					"where index is outside of [0, N) and dlog_prob is given, except with slice.",
 				Operands: []Operand{
 					logits, index, rowMask,
 					{Name: "state", Shape: RowStates, DType: Statistic},

@@ -219,7 +219,7 @@ func (w *worker[T]) upstreams(row int) (ofLogProb, ofEntropy float64) {
 		return 0, 0
 	}
 	if w.tokens.DLogProb.Present() {
-		if ofLogProb = at(&w.tokens.DLogProb, row); !w.targetOf(row).valid {
+		if ofLogProb = at(&w.tokens.DLogProb, row); !w.targetOf(row).valid && !w.ce.Slice {
 			ofLogProb = math.NaN()
 		}
 	}

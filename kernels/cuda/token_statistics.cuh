@@ -354,7 +354,7 @@ struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     sc.left_out |= sc.index == a.ignore_index;
     sc.index = column_of(a, sc.index);
-    if (sc.index == kNoTarget && a.d_log_prob) sc.of_log_prob = kNaN;
+    if (sc.index == kNoTarget && a.d_log_prob && !a.slice) sc.of_log_prob = kNaN;
     sc.scale = expf(-sc.log_sum);
     sc.constant = fmaf(-sc.of_entropy, sc.depth, -sc.of_log_prob);
     // No logit matters: not even a NaN.

@@ -566,7 +566,7 @@ static inline int32_t call_token_statistics(const arguments* a) {
 
 static const gander_token_statistics_backward_options set_token_statistics_backward = {
     .size = sizeof set_token_statistics_backward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .scale
-    = 1, .temperature = 1, .batch_invariant = 1};
+    = 1, .temperature = 1, .batch_invariant = 1, .slice = 1};
 
 static inline int32_t call_token_statistics_backward(const arguments* a) {
   gander_token_statistics_backward_options o = GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS;
@@ -580,7 +580,7 @@ static inline int32_t call_token_statistics_backward(const arguments* a) {
 
 static const gander_token_statistics_grad_options set_token_statistics_grad = {
     .size = sizeof set_token_statistics_grad, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .scale = 1,
-    .temperature = 1, .batch_invariant = 1};
+    .temperature = 1, .batch_invariant = 1, .slice = 1};
 
 static inline int32_t call_token_statistics_grad(const arguments* a) {
   gander_token_statistics_grad_options o = GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS;

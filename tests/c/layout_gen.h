@@ -22,7 +22,7 @@
   S(gander_cross_entropy_forward_options, 136, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_backward_options, 128, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_forward_options, 120, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS) \
-  S(gander_token_statistics_backward_options, 80, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_backward_options, 88, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_combine_options, 88, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS) \
   S(gander_rescale_gradient_options, 32, GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_forward_options, 24, GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS) \
@@ -48,7 +48,7 @@
   S(gander_cross_entropy_options, 136, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_grad_options, 128, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_options, 120, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
-  S(gander_token_statistics_grad_options, 80, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_grad_options, 88, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_options, 88, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_rescale_options, 32, GANDER_RESCALE_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_options, 24, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS) \
@@ -258,6 +258,7 @@
   F(gander_token_statistics_backward_options, softcap, 56) \
   F(gander_token_statistics_backward_options, temperature, 64) \
   F(gander_token_statistics_backward_options, batch_invariant, 72) \
+  F(gander_token_statistics_backward_options, slice, 80) \
   F(gander_sharded_cross_entropy_combine_options, size, 0) F(gander_sharded_cross_entropy_combine_options, magic, 4) \
   F(gander_sharded_cross_entropy_combine_options, allocator, 8) \
   F(gander_sharded_cross_entropy_combine_options, losses, 16) \
@@ -494,6 +495,7 @@
   F(gander_token_statistics_grad_options, softcap, 56) \
   F(gander_token_statistics_grad_options, temperature, 64) \
   F(gander_token_statistics_grad_options, batch_invariant, 72) \
+  F(gander_token_statistics_grad_options, slice, 80) \
   F(gander_sharded_cross_entropy_options, size, 0) F(gander_sharded_cross_entropy_options, magic, 4) \
   F(gander_sharded_cross_entropy_options, allocator, 8) \
   F(gander_sharded_cross_entropy_options, losses, 16) \

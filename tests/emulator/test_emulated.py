@@ -616,6 +616,9 @@ def test_token_statistics(dtype, vectors, suffix, more):
         given = inputs | saved | rows.inputs(upstream)
         dlogits = check("token_statistics_backward", given, rows.outputs("dlogits"), **options)["dlogits"]
         assert (dlogits[[1, 3]] == 0).all() and np.isnan(dlogits[4]).all() == ("dlog_prob" in upstream)
+        # In row 4 the index is in another slice.
+        sliced = check("token_statistics_backward", given, rows.outputs("dlogits"), slice=1, **options)
+        assert np.isfinite(sliced["dlogits"][4]).all()
 
 
 @pytest.mark.parametrize("reduction", [1, 2])

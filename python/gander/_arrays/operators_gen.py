@@ -185,12 +185,12 @@ def token_statistics(logits: Any, index: Any, row_mask: Any = None, ignore_index
     return call("token_statistics", locals())
 
 
-def token_statistics_bwd(logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+def token_statistics_bwd(logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns dlogits."""
     return call("token_statistics_bwd", locals())
 
 
-def token_statistics_bwd_(logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+def token_statistics_bwd_(logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns nothing."""
     return call("token_statistics_bwd_", locals())
 

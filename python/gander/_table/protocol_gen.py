@@ -147,11 +147,11 @@ class Operators(Protocol):
         """gander_token_statistics_forward: returns log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state."""
         ...
 
-    def token_statistics_bwd(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    def token_statistics_bwd(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
         """gander_token_statistics_backward: returns dlogits."""
         ...
 
-    def token_statistics_bwd_(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    def token_statistics_bwd_(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
         """gander_token_statistics_backward: returns nothing."""
         ...
 

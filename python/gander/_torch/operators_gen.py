@@ -185,14 +185,14 @@ def token_statistics(logits: Tensor, index: Tensor, row_mask: Tensor | None = No
     return overloads["token_statistics"](logits, index, row_mask, ignore_index, scale, softcap, temperature, batch_invariant, inplace_backward, needs_log_prob, needs_entropy, needs_log_sum_sq_probs, needs_mean_logit, needs_is_top1, needs_predicted, needs_state)
 
 
-def token_statistics_bwd(logits: Tensor, index: Tensor, row_mask: Tensor | None, state: Tensor, dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+def token_statistics_bwd(logits: Tensor, index: Tensor, row_mask: Tensor | None, state: Tensor, dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns dlogits."""
-    return overloads["token_statistics_bwd"](logits, index, row_mask, state, dlog_prob, dentropy, ignore_index, scale, softcap, temperature, batch_invariant)
+    return overloads["token_statistics_bwd"](logits, index, row_mask, state, dlog_prob, dentropy, ignore_index, scale, softcap, temperature, batch_invariant, slice)
 
 
-def token_statistics_bwd_(logits: Tensor, index: Tensor, row_mask: Tensor | None, state: Tensor, dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+def token_statistics_bwd_(logits: Tensor, index: Tensor, row_mask: Tensor | None, state: Tensor, dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns nothing."""
-    return overloads["token_statistics_bwd_"](logits, index, row_mask, state, dlog_prob, dentropy, ignore_index, scale, softcap, temperature, batch_invariant)
+    return overloads["token_statistics_bwd_"](logits, index, row_mask, state, dlog_prob, dentropy, ignore_index, scale, softcap, temperature, batch_invariant, slice)
 
 
 def sharded_cross_entropy_combine(parts: Tensor, target: Tensor, max: Tensor, log_sum: Tensor, losses: Tensor | None = None, loss: Tensor | None = None, weights: Tensor | None = None, denominator: Tensor | None = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:

@@ -736,6 +736,7 @@ static int32_t call_token_statistics_bwd(Call* call, const Operand* o, const Val
       .softcap = as_double(a[8]),
       .temperature = as_double(a[9]),
       .batch_invariant = (a[10] & 1) != 0,
+      .slice = (a[11] & 1) != 0,
   };
   return lib.gander_token_statistics_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[6]), &options, call->stream);
@@ -755,6 +756,7 @@ static int32_t call_token_statistics_bwd_(Call* call, const Operand* o, const Va
       .softcap = as_double(a[8]),
       .temperature = as_double(a[9]),
       .batch_invariant = (a[10] & 1) != 0,
+      .slice = (a[11] & 1) != 0,
   };
   return lib.gander_token_statistics_backward(
       optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[6]), &options, call->stream);
@@ -1640,7 +1642,7 @@ static const Operator operators[] = {
         .name = "token_statistics_bwd",
         .operator = "token_statistics_backward",
         .call = call_token_statistics_bwd,
-        .arguments = "TTOTOOifffb",
+        .arguments = "TTOTOOifffbb",
         .reduction = -1,
         .operand_count = 7,
         .operands = {
@@ -1661,7 +1663,7 @@ static const Operator operators[] = {
         .name = "token_statistics_bwd_",
         .operator = "token_statistics_backward",
         .call = call_token_statistics_bwd_,
-        .arguments = "TTOTOOifffb",
+        .arguments = "TTOTOOifffbb",
         .reduction = -1,
         .operand_count = 7,
         .operands = {

@@ -407,6 +407,7 @@ static int32_t call_token_statistics_backward(
       .softcap = v[2].real,
       .temperature = v[3].real,
       .batch_invariant = v[4].integer,
+      .slice = v[5].integer,
   };
   return lib.gander_token_statistics_backward(o[0], o[1], o[3], o[6], &options, stream);
 }
@@ -638,8 +639,8 @@ static const Operator operators[] = {
         .call = call_token_statistics_backward,
         .operand_count = 7,
         .operands = {"logits", "index", "row_mask", "state", "dlog_prob", "dentropy", "dlogits"},
-        .option_count = 5,
-        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+        .option_count = 6,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}, {"slice", false, {.integer = 0}}},
     },
     {
         .name = "sharded_cross_entropy_combine",
