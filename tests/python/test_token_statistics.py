@@ -225,6 +225,26 @@ def test_compiled_outputs(outputs):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("name", ["log_sum_sq_probs", "mean_logit"])
+def test_compiled_with_results_that_have_no_gradient(name):
+    """They may be logged. If one is part of the loss, the gradient is NaN, because a graph cannot raise."""
+    logits, index = operands()
+    for factor in 0, 1:
+
+        def loss(x, i, factor=factor):
+            found = gander.token_statistics(x, i, outputs=("log_prob", name))
+            other = getattr(found, name)
+            return (found.log_prob + other).sum() if factor else found.log_prob.sum(), other
+
+        leaf = logits.clone().requires_grad_()
+        got, other = torch.compile(loss, fullgraph=True)(leaf, index)
+        got.backward()
+        expected = logits.clone().requires_grad_()
+        gander.token_statistics(expected, index).log_prob.sum().backward()
+        assert leaf.grad.isnan().all() if factor else torch.equal(leaf.grad, expected.grad)
+        torch.testing.assert_close(other, of_torch(logits, index)[name])
+
+
 def test_grad_of_func():
     logits, index, gradient = expected()
     assert torch.equal(torch.func.grad(loss_of)(logits, index), gradient)

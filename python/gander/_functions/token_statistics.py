@@ -133,7 +133,8 @@ def token_statistics(
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: An index, under set_debug(True).
-        NotImplementedError: A nested or sparse tensor; a gradient of another statistic.
+        NotImplementedError: A nested or sparse tensor; a gradient of another statistic, except in a graph of
+            torch.compile, which cannot raise: there the gradient of its row is NaN.
         RuntimeError: The device, the driver, or memory.
 
     Examples:

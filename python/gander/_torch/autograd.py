@@ -35,7 +35,7 @@ from .._table import (
     upstream,
 )
 from . import fast, missing_gradients
-from .eager import are_apart, is_batched, is_eager, is_of_leaf, may_write
+from .eager import are_apart, is_batched, is_eager, is_of_leaf, is_traced, may_write
 from .refusals import refuse_gradients, refuse_tangents
 from .registry import complete, overloads, registry, untraced
 
@@ -95,6 +95,19 @@ def _over_arguments(gradient_op: str):
     return call
 
 
+def refuse_constant(name: str, result: str, upstream: Tensor, head: Tensor | None) -> Tensor:
+    """Refuses a gradient of a result that has none: in eager calls by an error.
+
+    A graph has gradients for all of its results, zeros for one that is not part of the loss. So there the
+    gradients of rows become NaN if it was part. Returns what stands for `head`, an upstream gradient of the
+    rows.
+    """
+    if not is_traced(upstream):
+        raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
+    refused = torch.where(upstream == 0, 0.0, float("nan")).to(upstream.dtype)
+    return refused if head is None else head + refused
+
+
 def backward(name: str, inputs: list[str], in_place: bool = False):
     """backward() of an operator's autograd.Function, whose apply takes `inputs`.
 
@@ -108,6 +121,7 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
     of, heads, gradients_there = operands(gradient_op), upstream(gradient_op), gradients_of(gradient_op)
     single = len(gradients_there) == 1
     constant = [(index, result) for index, result in enumerate(results) if result not in heads]
+    last = max(results.index(result) for result in heads)
     required = [(results.index(result), not of[argument].optional) for result, argument in heads.items()]
     partners = missing_gradients.partners(name, inputs)
     # Options of forward that callers cannot choose.
@@ -146,7 +160,8 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
             gradients += (None,) * missing
         for index, result in constant:
             if gradients[index] is not None:
-                raise NotImplementedError(f"gander: {result} of {name} has no gradient; detach it")
+                gradients = list(gradients)
+                gradients[last] = refuse_constant(name, result, gradients[index], gradients[last])
         needs = ctx.needs_input_grad
         for index, (places, asked) in partners.items():
             if not (ctx.options[asked] and any(needs[place] for place in places)):
