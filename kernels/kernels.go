@@ -120,9 +120,9 @@ func (c *CrossEntropy) HasOptions() bool {
 }
 
 // TokenStatistics is what one call of statistics of tokens' logits reads and writes, forward or backward. Of
-// the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum, DX and Slice. Max, LogSum and Depth are a row's state:
-// its maximum, the logarithm of its sum of exp(x - max), and the mean of max - x under its probabilities,
-// which is its entropy without that logarithm.
+// the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum, DX and Slice. Max, LogSum and Depth are a row's
+// state: its maximum, the logarithm of its sum of exp(x - max), and the mean of max - x under its
+// probabilities, which is its entropy without that logarithm.
 type TokenStatistics struct {
 	CrossEntropy
 	RowMask Vector // (M) Bool, Uint8, Int32 or Int64: rows where it is 0 are left out; optional
