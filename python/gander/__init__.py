@@ -16,6 +16,7 @@ from ._functions.glu import geglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from ._functions.l2norm import l2norm
 from ._functions.layernorm import layernorm, layernorm_bwd, layernorm_fwd
 from ._functions.linear_cross_entropy import linear_cross_entropy
+from ._functions.linear_token_statistics import linear_token_statistics
 from ._functions.rmsnorm import rmsnorm, rmsnorm_bwd, rmsnorm_fwd
 from ._functions.rotary import apply_rotary_emb, qk_norm_rotary, rotary
 from ._functions.softmax import log_softmax, logsumexp, softmax, softmax_bwd, softmax_fwd
@@ -46,6 +47,7 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "linear_cross_entropy",
+    "linear_token_statistics",
     "log_softmax",
     "logsumexp",
     "nn",

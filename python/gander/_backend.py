@@ -81,6 +81,9 @@ class Backend(Operators, Protocol):
     def linear_cross_entropy(self, *arguments: Any) -> Any:
         """The loss of a linear layer's result."""
 
+    def linear_token_statistics(self, *arguments: Any) -> Any:
+        """The statistics of the tokens whose logits a linear layer makes."""
+
 
 # The backends by the exact type of the argument that decides: those of torch.Tensor and Parameter.
 BACKENDS: dict[type, Backend] = {}

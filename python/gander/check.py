@@ -84,7 +84,16 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def masked(function):
         return lambda x, mask: function(x, scale=0.5, mask=mask)
 
-    linear = {"linear_cross_entropy": ("hidden head target", gander.linear_cross_entropy, linear_loss)}
+    def linear_entropies(x, head, target):
+        return entropies(x @ head.T, target)
+
+    def of_head(x, head, target):
+        return gander.linear_token_statistics(x, head, target, outputs=("entropy",))[0]
+
+    linear = {
+        "linear_cross_entropy": ("hidden head target", gander.linear_cross_entropy, linear_loss),
+        "linear_token_statistics": ("hidden head target", of_head, linear_entropies),
+    }
     return {
         "softmax": ("x", gander.softmax, lambda x: xp.exp(log_softmax(x))),
         "softmax, masked": ("x mask", masked(gander.softmax), lambda *given: xp.exp(log_softmax(*given))),
@@ -165,21 +174,21 @@ def main(xp: Any) -> int:
     devices = ["cpu", "cuda"] if xp.__name__ == "torch" and xp.cuda.is_available() else ["cpu"]
     kinds = [(device, dtype) for device in devices for dtype in DTYPES[device] if hasattr(xp, dtype)]
     failed = 0
-    print(f"{'operator':30} device dtype   largest error, bound")
+    print(f"{'operator':34} device dtype   largest error, bound")
     for (device, dtype), (name, (names, function, reference)) in itertools.product(kinds, cases(xp).items()):
         errors: dict[str, tuple[float, float]] = {}
         try:
             for m, n in SHAPES:
                 given = list(operands(xp, names, m, n, dtype, device))
                 for what, got, want in results(xp, function, reference, given):
-                    # linear_cross_entropy rounds logits and their gradient to the operands' dtype.
+                    # Functions of a head round logits and their gradient to the operands' dtype.
                     bound = 4 * BOUNDS[dtype] if "head" in names else BOUNDS[str(got.dtype).split(".")[-1]]
                     errors[what] = max(errors.get(what, (0.0, bound)), (error_of(xp, got, want), bound))
             lines = [(name + what, f"{e:.1e} {bound:.0e}", e <= bound) for what, (e, bound) in errors.items()]
         except Exception as error:  # a broken installation may raise anything
             lines = [(name, f"{type(error).__name__}: {error}", False)]
         for line, said, right in lines:
-            print(f"{line:30} {device:6} {dtype:8} {said} {'ok' if right else 'FAILED'}", flush=True)
+            print(f"{line:34} {device:6} {dtype:8} {said} {'ok' if right else 'FAILED'}", flush=True)
             failed += not right
     print(f"{failed} comparisons FAILED" if failed else "all comparisons are right")
     return int(failed > 0)

@@ -28,6 +28,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "logsumexp": ["logsumexp"],
     "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
     "linear_cross_entropy": ["linear_cross_entropy"],
+    "linear_token_statistics": ["linear_token_statistics"],
 }
 OPERATORS = [name for names in FUNCTIONS.values() for name in names]
 
@@ -52,7 +53,7 @@ def checked(capsys, xp=torch):
     """The exit status, and by operator, device and dtype whether it is right."""
     status = check.main(xp)
     _, *lines, last = capsys.readouterr().out.splitlines()
-    found = {(line[:30].strip(), *line[30:].split()[:2]): line.endswith(" ok") for line in lines}
+    found = {(line[:34].strip(), *line[34:].split()[:2]): line.endswith(" ok") for line in lines}
     assert all(line.endswith((" ok", " FAILED")) for line in lines) and len(found) == len(lines)
     assert last == (
         "all comparisons are right"
@@ -70,7 +71,7 @@ def test_every_function_is_compared():
     """But those that run the operator of another: without a gradient, in place, or to write to `out`."""
     functions = {name: f for name in gander.__all__ if inspect.isfunction(f := getattr(gander, name))}
     first = {name: next(iter(inspect.signature(f).parameters), None) for name, f in functions.items()}
-    computing = {name for name in first if first[name] in ("x", "gate", "q", "logits")}
+    computing = {name for name in first if first[name] in ("x", "gate", "q", "logits", "hidden")}
     others = {name for name in computing if name.endswith(("_fwd", "_bwd", "_out"))} | {"fused_add_rmsnorm"}
     assert computing - others == set(FUNCTIONS)
 
@@ -87,7 +88,7 @@ def test_all_is_right(device, capsys):
 def test_numpy_alone(capsys):
     status, found = checked(capsys, numpy)
     assert status == 0
-    operators = [name for name in OPERATORS if name != "linear_cross_entropy"]
+    operators = [name for name in OPERATORS if not name.startswith("linear_")]
     dtypes = ("float32", "float16", "float64")
     assert set(found) == {(name, "cpu", dtype) for name in operators for dtype in dtypes}
 
@@ -100,7 +101,7 @@ def test_a_wrong_operator_fails(name, capsys, monkeypatch, small):
     assert failures(found) == sorted(each + what for each in FUNCTIONS[name] for what in ("", " gradient"))
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "linear_cross_entropy"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("linear_")])
 def test_a_wrong_operator_fails_with_numpy_alone(name, capsys, monkeypatch, small):
     replaced(monkeypatch, name, lambda y: (1.25 * y).astype(y.dtype))
     status, found = checked(capsys, numpy)

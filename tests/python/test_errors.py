@@ -506,6 +506,7 @@ def test_errors_of_torch_pass_unchanged():
         lambda x: gander.softmax(x.int()),
         lambda x: gander.cross_entropy(x, x),
         lambda x: gander.linear_cross_entropy(x, x, x),
+        lambda x: gander.linear_token_statistics(x, x, x),
     ],
 )
 def test_a_refusal_keeps_no_tensor_alive(refused):

@@ -59,7 +59,8 @@ FUNCTIONS |= {
     "CrossEntropyLoss.forward": forward(nn.CrossEntropyLoss, reduction="sum"),
     "LinearCrossEntropy.forward": forward(nn.LinearCrossEntropy, N, CLASSES, reduction="sum"),
 }
-ON_ARRAYS = [name for name in PUBLIC if name not in ("warmup", "set_debug", "linear_cross_entropy")]
+OF_A_HEAD = ("linear_cross_entropy", "linear_token_statistics")
+ON_ARRAYS = [name for name in PUBLIC if name not in ("warmup", "set_debug", *OF_A_HEAD)]
 TORCH_ONLY = ("lse_partial", "target_logit", "inplace_backward", "keepdim")
 
 # Calls with options too: a refusal must not depend on which kernels a call takes.
@@ -75,6 +76,7 @@ OPTIONAL = {
     "cross_entropy_fwd": ("weight", "target_logit"),
     "token_statistics": ("row_mask",),
     "linear_cross_entropy": ("bias", "weight_ce"),
+    "linear_token_statistics": ("bias", "row_mask"),
 }
 # Arguments that another one goes with.
 WITH = {"divisor": ("reduction",), "upstream": ("reduction",), "shape": ("dtype", "device")}
@@ -101,6 +103,7 @@ def arguments(function, argument, options):
         "gate": torch.randn(M, N),
         "up": torch.randn(M, N),
         "logits": torch.randn(M, N),
+        "hidden": torch.randn(M, N),
         "index": torch.arange(M),
         "row_mask": torch.ones(M, dtype=torch.bool),
         "rstd": torch.ones(M),
@@ -152,10 +155,10 @@ KIND_OF_OPTION = {
 }
 KINDS = {o.name: KIND_OF_OPTION[o.type] for operator in OPERATORS.values() for o in operator.options}
 KINDS |= {operand.name: "tensor" for operator in OPERATORS.values() for operand in operator.operands}
-KINDS |= dict.fromkeys(("input", "out", "lse_partial", "target_logit", "weight_ce"), "tensor")
+KINDS |= dict.fromkeys(("input", "out", "lse_partial", "target_logit", "weight_ce", "hidden"), "tensor")
 KINDS |= dict.fromkeys(("divisor", "upstream"), "number or tensor")
 KINDS |= dict.fromkeys(("out_dtype", "residual_dtype", "dtype"), "dtype")
-KINDS |= dict.fromkeys(("masked", "casting_mode", "approximate", "accumulate", "op"), "name")
+KINDS |= dict.fromkeys(("masked", "casting_mode", "approximate", "accumulate", "keep", "op"), "name")
 KINDS |= dict.fromkeys(
     ("prenorm", "store_rstd", "return_rstd", "return_mean", "return_lse", "return_dx"), "flag"
 )
@@ -420,7 +423,7 @@ REFUSED_HERE = [
             f"{function}.{option} {function}.{option}+"
             for function in (
                 *("cross_entropy", "cross_entropy_fwd", "cross_entropy_bwd", "linear_cross_entropy"),
-                *("CrossEntropyLoss", "LinearCrossEntropy", "token_statistics"),
+                *("CrossEntropyLoss", "LinearCrossEntropy", "token_statistics", "linear_token_statistics"),
             )
             for option in ("scale", "softcap", "temperature")
         ),
@@ -654,6 +657,12 @@ TRACED = {
     "cross_entropy.divisor": lambda x: gander.cross_entropy(x, TARGET, reduction="sum", divisor="a"),
     "linear_cross_entropy.weight": lambda x: gander.linear_cross_entropy(x, torch.ones(5, 3), TARGET),
     "linear_cross_entropy.chunk": lambda x: gander.linear_cross_entropy(x, torch.ones(5, N), TARGET, chunk=0),
+    "linear_token_statistics.index": lambda x: gander.linear_token_statistics(
+        x, torch.ones(5, N), TARGET[:3]
+    ),
+    "linear_token_statistics.keep": lambda x: gander.linear_token_statistics(
+        x, torch.ones(5, N), TARGET, keep="a"
+    ),
     "CrossEntropyLoss.forward.target": lambda x: nn.CrossEntropyLoss()(x, TARGET[:3]),
 }
 # Dynamo cannot trace what makes "input" of the functions' "x".

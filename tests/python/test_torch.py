@@ -201,6 +201,23 @@ def test_opcheck_of_every_op(data):
             {},
         )
     )
+    given = x, x.cos(), target % 6, None, target % 2 == 0
+    maps = 1.5, 3.0, 2.0
+    # Log-probability, entropy, whether the largest, the class that is, and the state; with the logits.
+    wanted = True, True, False, False, True, True, True
+    for keeps in False, True:
+        every.append(("linear_token_statistics", (*given, -100, 4, keeps, False, False, *maps, *wanted), {}))
+        logits = x.detach().sin()[:, :6].contiguous() if keeps else x.new_empty(0)
+        rows = x.detach()[:, 0].contiguous()
+        state = torch.rand(len(rows), 3)
+        every.append(
+            (
+                "linear_token_statistics_bwd",
+                (*(t if t is None else t.detach() for t in given), state, logits, rows, rows.cos())
+                + (-100, 2, False, *maps, True, True, False),
+                {},
+            )
+        )
     every += [
         (f"_{name}_in_graph", given, options)
         for name, given, options in every

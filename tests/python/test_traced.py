@@ -82,6 +82,9 @@ CALLS = {
     "cross_entropy_bwd": lambda x, target, loss, lse: gander.cross_entropy_bwd(x, target, loss + 1, lse),
     "token_statistics": lambda x, target: gander.token_statistics(x, target, temperature=0.5).entropy,
     "linear_cross_entropy": lambda x, head, few: gander.linear_cross_entropy(x, head, few, chunk=2),
+    "linear_token_statistics": lambda x, head, few: (
+        gander.linear_token_statistics(x, head, few, chunk=2).entropy
+    ),
     "F.softmax": lambda x: F.softmax(x, -1),
     "F.softmax without a dimension": lambda x: F.softmax(x),
     "F.log_softmax": lambda x: F.log_softmax(x, -1, dtype=torch.float64),
@@ -90,6 +93,7 @@ CALLS = {
     "F.cross_entropy": lambda x, target: F.cross_entropy(x, target, reduction="none"),
     "F.cross_entropy of torch": lambda x, target: F.cross_entropy(x, target, label_smoothing=0.5),
 }
+OF_A_HEAD = ("linear_cross_entropy", "linear_token_statistics")
 WRITES = {
     "rotary": lambda q, table: gander.rotary(q, None, table, table, inplace=True),
     "apply_rotary_emb": lambda q, table: gander.apply_rotary_emb(q, table, table, inplace=True),
@@ -392,7 +396,7 @@ def _subclass(x):
 
 
 @pytest.mark.parametrize("make", [lambda x: x, _subclass], ids=["plain", "subclass"])
-@pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "cross_entropy", *OF_A_HEAD])
 def test_compiled_functions_take_subclasses(name, make, given):
     call = CALLS[name]
     inputs = arguments_of(call, given)
@@ -416,7 +420,7 @@ def test_jit_traces_functions(name, grad, given):
     call = CALLS[name]
     inputs = arguments_of(call, given)
     grad &= not name.endswith(("_bwd", "_fwd"))
-    for tensor in inputs[:2] if name == "linear_cross_entropy" else inputs[:1]:
+    for tensor in inputs[:2] if name in OF_A_HEAD else inputs[:1]:
         tensor.requires_grad_(grad)
     traced = torch.jit.trace(call, inputs)
     torch.testing.assert_close(traced(*inputs), call(*inputs))
@@ -544,6 +548,18 @@ def test_flops_are_those_of_the_products(linear):
     # backward computes the logits again.
     assert flops(lambda: loss(*linear, reduction="none").sum().backward()) == 4 * PRODUCT
     assert flops(lambda: gander.softmax(x)) == 0
+
+
+def test_flops_of_statistics(linear):
+    hidden, weight, index = linear
+
+    def total(*given, **options):
+        return flops(lambda: sum(gander.linear_token_statistics(*given, **options)).sum().backward())
+
+    assert total(*linear) == 4 * PRODUCT
+    assert total(*linear, keep="logits") == 3 * PRODUCT
+    assert total(hidden, weight.detach(), index, chunk=3) == 3 * PRODUCT
+    assert total(hidden, weight.detach(), index, chunk=3, outputs=("log_prob",)) == 2 * PRODUCT
 
 
 def test_flops_of_checkpoints(linear):

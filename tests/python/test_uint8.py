@@ -110,6 +110,7 @@ def test_other_losses(x, target):
         lambda target: gander.linear_cross_entropy(x, head, target, ignore_index=IGNORED),
         lambda target: gander.linear_cross_entropy(x, head, target, ignore_index=IGNORED, reduction="none"),
         lambda target: gander.cross_entropy(x @ head, target, x.detach(), ignore_index=IGNORED),
+        lambda target: sum(gander.linear_token_statistics(x, head, target, ignore_index=IGNORED)),
     ):
         compare(lambda call=call: call(target), lambda call=call: call(target.long()), x, head)
 

@@ -1,6 +1,8 @@
 """Calls of gander's functions for type checkers to check. `./build.sh test types` checks this file. It never
 runs."""
 
+from typing import Any
+
 import gander
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +84,7 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(gander.cross_entropy(x, target, reduction="sum", divisor=x.sum(), upstream=0.25), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target, divisor=3), Tensor)
     assert_type(gander.linear_cross_entropy(x, parameter, target, accumulate="float32", chunk=8), Tensor)
+    assert_type(gander.linear_token_statistics(x, parameter, target, chunk=8, keep="logits").entropy, Any)
     assert_type(gander.nn.LinearCrossEntropy(4, 8), gander.nn.LinearCrossEntropy)
 
 

@@ -312,24 +312,30 @@ def apply_of(title: str, forward, backward):
     return call
 
 
-def apply_with(title: str, forward, gradient, places: Sequence[int], count: int):
-    """The apply of a Function of `count` inputs of which the first result alone has a gradient.
+def apply_with(title: str, forward, gradient, places: Sequence[int], count: int, heads: int = 1):
+    """The apply of a Function of `count` inputs of which the first `heads` results alone have a gradient.
 
-    gradient(ctx, dloss) returns the gradient of the input at the first of these places, or with more places
-    one for each of them.
+    gradient(ctx, *upstream) takes the gradients of these results, None for one that backward does not bring.
+    It returns the gradient of the input at the first of these places, or with more places one for each of
+    them.
     """
+    having = "the first result" if heads == 1 else f"the first {heads} results"
 
-    def backward(ctx, dloss, *others):
-        for other in others:  # any() of a generator costs more
+    def backward(ctx, *upstream):
+        for other in upstream[heads:]:  # any() of a generator costs more
             if other is not None:
                 raise NotImplementedError(
-                    f"gander: only the first result of {title} has a gradient; detach the others"
+                    f"gander: only {having} of {title} has a gradient; detach the others"
                 )
         returned = [None] * count
-        if dloss is not None:
-            answer = gradient(ctx, dloss)
-            for place, value in zip(places, answer if len(places) > 1 else [answer], strict=True):
-                returned[place] = value
+        for gradient_of_head in upstream[:heads]:
+            if gradient_of_head is not None:
+                break
+        else:
+            return tuple(returned)
+        answer = gradient(ctx, *upstream[:heads])
+        for place, value in zip(places, answer if len(places) > 1 else [answer], strict=True):
+            returned[place] = value
         return tuple(returned)
 
     return apply_of(title, forward, backward)

@@ -17,6 +17,7 @@ from . import fast
 from .fast import status as fast_path
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_token_statistics import linear_token_statistics
 from .lse_partial import with_lse_partial, with_target_logit
 from .tensors import DTYPES, check_targets, scalar, unusable
 from .writes import refuse_inference

@@ -10,12 +10,13 @@ from .registry import registry, untraced
 from .vmap import each_sample
 
 
-def define(schema: str, kernel, fake, keep=None, gradient=None, differentiable=(0,), batched=None):
+def define(schema: str, kernel, fake, keep=None, gradient=None, differentiable=(0,), batched=None, heads=1):
     """An operator outside of the table, which graphs hold: its overload.
 
     keep: takes a context, the arguments and the results, and saves what gradient(ctx, dloss) needs, which is
     the gradient of the first result for the argument at the position `differentiable`, or with more positions
     one for each. Nothing else has a gradient.
+    heads: so many of the first results have a gradient, each of which `gradient` takes.
     batched: the vmap rule, by default a call for each sample.
     """
     name = schema.partition("(")[0]
@@ -37,12 +38,12 @@ def define(schema: str, kernel, fake, keep=None, gradient=None, differentiable=(
     def forward(ctx, *inputs):
         *given, keyset = inputs
         results = call_below_autograd(overload, keyset, given)
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*results[heads:])
         ctx.set_materialize_grads(False)
         keep(ctx, given, results)
         return results
 
-    apply = apply_with(name, forward, gradient, differentiable, len(names) + 1)
+    apply = apply_with(name, forward, gradient, differentiable, len(names) + 1, heads)
 
     def autograd(keyset, *given):
         if forward_ad._current_level >= 0:

@@ -17,7 +17,7 @@ _RESCALED_ROWS = 2048
 # ---- The products ----
 
 
-class _Sum:
+class Sum:
     """The sum over chunks of products a.T @ b, or of the rows of a."""
 
     def __init__(self, like, wide):
@@ -62,8 +62,8 @@ class Products:
         self.needs_dx, self.needs_dw, self.needs_db = needs
         self.dx = new_gradient(x, self.needs_dx)
         # In a single chunk nothing is accumulated.
-        self.dw = _Sum(weight, wide and chunk < x.shape[0])
-        self.db = None if bias is None else _Sum(bias, True)
+        self.dw = Sum(weight, wide and chunk < x.shape[0])
+        self.db = None if bias is None else Sum(bias, True)
 
     def chunks(self):
         """The rows of each chunk, as a slice, and their logits, which the next chunk overwrites."""

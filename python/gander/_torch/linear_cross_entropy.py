@@ -21,8 +21,9 @@ from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
 from .linear_chunks import Products, is_same, new_gradient, once, rescale, to_make, weights_of_rows
+from .linear_operands import autocast, check_dtype, check_operands
 from .refusals import refuse_tangents
-from .tensors import DTYPES, NARROW, differ, dtype_of, in_shape, scalar, statistic, unusable
+from .tensors import NARROW, dtype_of, in_shape, scalar, statistic
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
@@ -178,37 +179,7 @@ _apply = apply_with(
 
 
 def _check(x, weight, target, bias, weight_ce):
-    given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
-    for name, value in given.items():
-        if value is None and name in ("bias", "weight_ce"):
-            continue
-        if refusal := unusable(name, value):
-            raise refusal
-        if is_dtensor(value) and not is_dtensor(weight):
-            raise TypeError(
-                f"{name} is a DTensor, expected a plain tensor as weight is; pass {name}.to_local() or "
-                "gather it, or shard the classes of weight"
-            )
-        if value.device != x.device:
-            raise RuntimeError(f"{name} is on {value.device}, expected {x.device} as x; move one of them")
-    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}, expected (V, {x.shape[-1] if x.ndim else 'K'}) with V "
-            f"classes and the last dimension of x, which has shape {tuple(x.shape)}"
-        )
-    if differ(target.shape, x.shape[:-1]):
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, the leading dimensions "
-            "of x"
-        )
-    if target.dtype not in (torch.uint8, torch.int32, torch.int64):
-        raise TypeError(f"target has dtype {dtype_of(target)}, expected int32 or int64; convert it")
-    for name, value in ("bias", bias), ("weight_ce", weight_ce):
-        if value is not None and value.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, expected {tuple(weight.shape[:1])}: one for each "
-                "class of weight"
-            )
+    check_operands("x", x, weight, {"target": target}, {"bias": bias, "weight_ce": weight_ce})
     if weight_ce is not None and weight_ce.requires_grad:
         raise NotImplementedError(
             "weight_ce requires a gradient, but has none, expected a constant; detach it"
@@ -216,10 +187,7 @@ def _check(x, weight, target, bias, weight_ce):
 
 
 def _check_dtypes(x, weight, bias, weight_ce):
-    if x.dtype not in DTYPES:
-        raise TypeError(
-            f"x has dtype {dtype_of(x)}, expected float16, bfloat16, float32 or float64; convert it"
-        )
+    check_dtype("x", x)
     for name, value in ("weight", weight), ("bias", bias):
         if value is not None and value.dtype != x.dtype:
             raise TypeError(
@@ -245,13 +213,7 @@ def linear_cross_entropy(
 
         slices, *parts = sharded.parts(x, weight, target, bias, weight_ce, divisor, upstream)
         x, weight, target, bias, weight_ce, divisor, upstream = parts
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = (
-            t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in (x, weight, bias)
-        )
+    x, weight, bias = autocast(x, weight, bias)
     _check_dtypes(x, weight, bias, weight_ce)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     labels = target.reshape(-1)
