@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import _arrays, _backend  # noqa: F401 - _arrays registers itself
 from ._debug import set_debug
-from ._functions.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_fwd
+from ._functions.cross_entropy import cross_entropy
 from ._functions.cross_entropy_out import cross_entropy_bwd_out, cross_entropy_fwd_out
+from ._functions.cross_entropy_rows import cross_entropy_bwd, cross_entropy_fwd
 from ._functions.fused_add_rmsnorm import fused_add_rmsnorm
 from ._functions.glu import geglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul, swiglu
 from ._functions.l2norm import l2norm

@@ -75,6 +75,9 @@ class Backend(Operators, Protocol):
     def with_lse_partial(self, *arguments: Any) -> Any:
         """The loss of rows whose log-sum-exp comes in parts."""
 
+    def cross_entropy_outputs(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """By name, the loss of rows and what comes with it. Some that nobody asks for may be missing."""
+
     def with_target_logit(self, *arguments: Any) -> Any:
         """The loss and the log-sum-exp of rows whose targets' logits come apart."""
 

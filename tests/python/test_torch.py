@@ -227,6 +227,15 @@ def test_opcheck_of_every_op(data):
         ("cross_entropy_with_lse_partial", (x, x.detach().cos(), target, None, -100, 1), {}),
         ("cross_entropy_with_target_logit", (x.detach(), target, x.detach()[..., 0], None, -100), {}),
     ]
+    classes = data[1].detach().abs()
+    every += [
+        ("cross_entropy_outputs", (x, target, *more, *kinds), {})
+        for more, kinds in (
+            ((None, None, -100, 1, 0.0, 0.01, 1.0, 0.0, 1.0), (False, False, True)),
+            ((classes, classes[0], -100, 2, 0.1, 0.0, 1.5, 3.0, 2.0), (False, False, True)),
+            ((classes, None, -100, 0, 0.0, 0.0, 1.0, 0.0, 1.0), (True, False, False)),
+        )
+    ]
     # test_distributed.py has process groups.
     of_groups = {
         f"{loss}_{name}"

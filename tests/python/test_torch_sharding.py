@@ -418,6 +418,9 @@ def test_operands_that_cannot_be_sharded_are_refused(mesh, local):
         ops.cross_entropy(logits, targets, reduction=2, needs_lse=True)
     with pytest.raises(NotImplementedError, match="a DTensor cannot be written over"):
         ops.cross_entropy_fwd_dx_(logits, targets)
+    for placements in (Shard(0),), (Shard(2),), (Replicate(),):
+        with pytest.raises(NotImplementedError, match=r"^x is a DTensor with outputs"):
+            gander.cross_entropy(place(x, mesh, *placements), targets, outputs=("loss", "lse"))
 
 
 def test_a_partial_sum_is_reduced(mesh, local):

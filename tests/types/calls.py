@@ -70,6 +70,9 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert_type(dw, Tensor | None)
     assert_type(gander.cross_entropy(x, target, weight=parameter, reduction="none"), Tensor)
     assert_type(gander.cross_entropy(x, target, x, parameter), Tensor)
+    found = gander.cross_entropy(x, target, z_loss=1e-4, outputs=("loss", "is_top1"))
+    assert len(found) == 2
+    found.loss.backward()
     assert_type(gander.distributed.cross_entropy(x, target, weight=parameter, sizes=[8, 8]), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target, x, return_lse=True), tuple[Tensor, Tensor])
@@ -119,7 +122,8 @@ def about(x: Tensor) -> None:
 def mistakes(x: Tensor, target: Tensor) -> None:
     """Each line is an error. A checker that does not find it reports the comment as unneeded."""
     gander.softmax(x, algorithm="fast")  # type: ignore[arg-type]
-    gander.cross_entropy(x, target, reduction="avg")  # type: ignore[arg-type]
+    gander.cross_entropy(x, target, reduction="avg")  # type: ignore[call-overload]
+    gander.cross_entropy(x, target, outputs=("accuracy",))  # type: ignore[arg-type]
     gander.log_softmax(x, masked="zeros")  # type: ignore[arg-type]
     gander.rotary(x, x, x, x, casting_mode="gemma")  # type: ignore[arg-type]
     gander.softmax([1.0])  # type: ignore[type-var]

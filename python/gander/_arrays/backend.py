@@ -9,6 +9,7 @@ from .._native import library
 from .._words import kind, number, renamed, shortened, shown
 from .calls import only_torch
 from .capsules import indices, module_of, not_an_array
+from .cross_entropy_outputs import cross_entropy_outputs  # noqa: F401 - asked for by gander._functions
 from .operators_gen import *  # noqa: F403
 
 

@@ -6,7 +6,7 @@ from .. import _debug
 from .._backend import BACKENDS, backend_of
 from .._words import integer
 from .arguments import FAILURES, Array, check_out, check_targets, overridden
-from .cross_entropy import cross_entropy_fwd
+from .cross_entropy_rows import cross_entropy_fwd
 
 
 def cross_entropy_fwd_out(

@@ -10,7 +10,8 @@ from .._backend import BACKENDS, backend_of, is_tensor
 from .._words import check_flags, integer, kind
 from .arguments import FAILURES, ONE, check_targets, code_of, loss_options, overridden
 from .linear_cross_entropy import check_chunks
-from .token_statistics import STATISTICS, Statistic, TokenStatistics, check_outputs, named_tuple
+from .named_tuples import check_outputs
+from .token_statistics import STATISTICS, Statistic, TokenStatistics, named_statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +80,7 @@ def linear_token_statistics(
         >>> gander.linear_token_statistics(torch.ones(2, 3), head, index, outputs=("log_prob",))
         TokenStatistics(log_prob=tensor([-1.3863, -1.3863]))
     """
-    names = check_outputs(outputs)
+    names = check_outputs(outputs, STATISTICS)
     ops = BACKENDS.get(type(hidden)) or backend_of(hidden)
     others = weight, index, bias, row_mask
     if ops is None or any(type(value) not in BACKENDS and backend_of(value) is None for value in others):
@@ -112,4 +113,4 @@ def linear_token_statistics(
     except FAILURES as error:
         given = {"hidden": hidden, "weight": weight, "index": index, "bias": bias, "row_mask": row_mask}
         raise ops.explained(error, **given) from None
-    return named_tuple(names, [results[STATISTICS.index(name)] for name in names])
+    return named_statistics(names, results)

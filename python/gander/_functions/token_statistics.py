@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from .. import _debug
 from .._backend import BACKENDS, backend_of
-from .._words import check_flags, integer, shown
+from .._words import check_flags, integer
 from .arguments import FAILURES, ONE, A, Array, check_targets, loss_options, overridden
+from .named_tuples import check_outputs, named_tuple
 
 Statistic = Literal["log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted"]
 
@@ -32,47 +32,12 @@ class TokenStatistics(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-# By names, the named tuples of these statistics.
-_kinds: dict[tuple[str, ...], Any] = {}
-
-
-def _make(outputs: tuple[str, ...]) -> None:
-    """Adds a named tuple."""
-    if outputs in _kinds:
-        return
-
-    class TokenStatistics(namedtuple("TokenStatistics", outputs)):  # type: ignore[misc]
-        __slots__ = ()
-
-        def __new__(cls, *values: Any) -> Any:
-            if len(values) == 1 and isinstance(values[0], Generator):  # torch, from a subclass of its tensors
-                values = tuple(values[0])
-            return super().__new__(cls, *values)
-
-        def __reduce__(self) -> Any:  # a pickle finds no class by its name
-            return named_tuple, (outputs, tuple(self))
-
-    _kinds[outputs] = TokenStatistics
-
-
-# torch.compile calls it while it traces, and finds the class in the dictionary.
-_make._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def named_tuple(outputs: tuple[str, ...], values: Sequence[Any]) -> TokenStatistics:
-    _make(outputs)
-    statistics: TokenStatistics = _kinds[outputs](*values)
-    return statistics
-
-
-def check_outputs(outputs: Any) -> tuple[str, ...]:
-    """The names of statistics that a caller asks for, in that order."""
-    names = tuple(outputs) if isinstance(outputs, (list, tuple)) else ()
-    known = all(isinstance(name, str) and name in STATISTICS for name in names)
-    if not names or not known or len(set(names)) < len(names):
-        listed = ", ".join(map(repr, STATISTICS))
-        raise ValueError(f"outputs is {shown(outputs)}, expected a tuple of different names out of {listed}")
-    return names
+def named_statistics(names: tuple[str, ...], results: Sequence[Any]) -> TokenStatistics:
+    """Of all statistics those of these names."""
+    found: TokenStatistics = named_tuple(
+        "TokenStatistics", names, [results[STATISTICS.index(name)] for name in names]
+    )
+    return found
 
 
 def token_statistics(
@@ -141,7 +106,7 @@ def token_statistics(
         >>> gander.token_statistics(torch.zeros(1, 4), torch.tensor([2]))
         TokenStatistics(log_prob=tensor([-1.3863]), entropy=tensor([1.3863]))
     """
-    names = check_outputs(outputs)
+    names = check_outputs(outputs, STATISTICS)
     if type(ignore_index) is not int:
         ignore_index = integer("ignore_index", ignore_index)
     if type(inplace_backward) is not bool or type(batch_invariant) is not bool:
@@ -172,4 +137,4 @@ def token_statistics(
         )
     except FAILURES as error:
         raise ops.explained(error, logits=logits, index=index, row_mask=row_mask) from None
-    return named_tuple(names, [results[STATISTICS.index(name)] for name in names])
+    return named_statistics(names, results)

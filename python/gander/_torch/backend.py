@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from .._native import library
 from .._table import TORCH
 from . import fast
+from .cross_entropy_outputs import cross_entropy_outputs
 from .fast import status as fast_path
 from .kernels import explained
 from .linear_cross_entropy import linear_cross_entropy

@@ -85,7 +85,7 @@ def kept(ctx, dloss):
 def gradient(ctx, given):
     """dx, from the arguments of cross_entropy_bwd."""
     x, dloss = given["x"], given["dloss"]
-    if not ctx.inplace_backward or is_batched(dloss):
+    if not ctx.inplace_backward or is_traced(dloss) or is_batched(dloss):
         return operators_gen.cross_entropy_bwd(**given)
     with no_grad():
         operators_gen.cross_entropy_bwd_(**given)

@@ -49,13 +49,17 @@ def formula(
     scale=1.0,
     softcap=0.0,
     temperature=1.0,
+    dlse=None,
 ):
     """What cross_entropy_bwd computes, in torch's operators. lse is what cross_entropy returns: the rows'
     maxima, the logarithms of their sums, and the denominator of the mean.
+
+    dlse: the upstream gradient of the rows' log-sum-exps, whose gradient is added.
     """
     classes, rows = x.shape[-1], target.numel()
     high, log_sum = (part.view(*target.shape, 1) for part in (lse[:rows], lse[rows : 2 * rows]))
     target = target.long().unsqueeze(-1)
+    dlse = None if dlse is None else dlse.reshape(target.shape)
     gradient = dloss.to(lse.dtype)
     if reduction == NONE and dloss.shape not in ((), (1,)):
         gradient = gradient.reshape(target.shape)
@@ -70,7 +74,8 @@ def formula(
         own = weight[target.clamp(0, classes - 1)]
         gradient = gradient * own
         if not label_smoothing and not z_loss:
-            ignored = ignored | (own == 0)
+            unused = own == 0 if dlse is None else (own == 0) & (dlse == 0)
+            ignored = ignored | unused
     gradient = torch.where((target < 0) | (target >= classes), math.nan, gradient)
     z, slope = x.to(lse.dtype), scale / temperature
     if softcap:
@@ -86,6 +91,8 @@ def formula(
         dx = dx * (1 - label_smoothing) + others * (log.exp() * whole - weight)
     if z_loss:
         dx = dx + of_lse * (high + log_sum) * log.exp()
+    if dlse is not None:
+        dx = dx + dlse * log.exp()
     return torch.where(ignored, 0, dx * slope).to(x.dtype)
 
 
@@ -169,6 +176,17 @@ def gradient(given):
     with no_grad():
         dx = formula(**values)
     return once_differentiable(dx, *(operand for operand in given if isinstance(operand, Tensor)))
+
+
+def gradient_with_lse(values, dlse):
+    """The same from arguments by name, with the gradient of the rows' log-sum-exps."""
+    x = values["x"]
+    if not (is_for_inductor(x) and _keep_for_backward(x)):
+        return None
+    given = {name: value for name, value in values.items() if name != "batch_invariant"}
+    with no_grad():
+        dx = formula(**given, dlse=dlse)
+    return once_differentiable(dx, *(value for value in given.values() if isinstance(value, Tensor)), dlse)
 
 
 # ---- One pass ----

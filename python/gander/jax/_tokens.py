@@ -8,13 +8,8 @@ from typing import Any
 import jax
 
 from .._functions.arguments import loss_options
-from .._functions.token_statistics import (
-    STATISTICS,
-    Statistic,
-    TokenStatistics,
-    check_outputs,
-    named_tuple,
-)
+from .._functions.named_tuples import check_outputs, named_tuple
+from .._functions.token_statistics import STATISTICS, Statistic, TokenStatistics
 from .._words import check_flags, integer
 from ._arguments import as_arrays
 from ._gradients import apply
@@ -63,7 +58,7 @@ def token_statistics(
         >>> gander.jax.token_statistics(jnp.zeros((1, 4)), jnp.array([2])).entropy
         Array([1.3862944], dtype=float32)
     """
-    names = check_outputs(outputs)
+    names = check_outputs(outputs, STATISTICS)
     ignore_index = integer("ignore_index", ignore_index)
     check_flags(batch_invariant=batch_invariant)
     logits, index, where = as_arrays(logits=logits, index=index, where=where)
@@ -72,4 +67,5 @@ def token_statistics(
     given |= loss_options(0.0, 0.0, scale, softcap, temperature)
     given |= {f"needs_{name}": name in names for name in STATISTICS}
     results = apply("token_statistics", given)
-    return named_tuple(names, [results[name] for name in names])
+    statistics: TokenStatistics = named_tuple("TokenStatistics", names, [results[name] for name in names])
+    return statistics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._functions.arguments import code_of, loss_options
-from .._functions.cross_entropy import cross_entropy_fwd
+from .._functions.cross_entropy_rows import cross_entropy_fwd
 from .._table import REDUCTIONS
 from .._torch.tensors import DTYPES, dtype_of, nested, unusable
 from .._words import check_flags, integer, kind, number, shortened, shown

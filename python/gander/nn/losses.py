@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._functions.arguments import FAILURES
-from .._functions.cross_entropy import cross_entropy
+from .._functions.cross_entropy import OUTPUTS, LossOutput, cross_entropy
 from .._functions.linear_cross_entropy import check_chunks, linear_cross_entropy
+from .._functions.named_tuples import check_outputs
 from .._table import REDUCTIONS
 from .._torch import expected_gradient
 from .._torch.cross_entropy import takes_one_pass
 from .._torch.eager import is_eager
 from .._torch.kernels import explained
 from .._torch.tensors import dtype_of, stands_for_tensor
-from .._words import check_flags
+from .._words import check_flags, shown
 from . import functional
 from .checks import (
     NAMES,
@@ -29,13 +31,16 @@ from .checks import (
     scriptable,
 )
 
+# The options that torch's module does not have, and where they change nothing.
+NEUTRAL: dict[str, Any] = {"z_loss": 0.0, "scale": 1.0, "softcap": None, "temperature": 1.0, "outputs": None}
+
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss. See gander.cross_entropy.
 
     forward takes input, (C), (N, C) or (N, C, d1, ...), target: class indices, with the shape of input
     without C, and divisor and upstream as gander.cross_entropy. It returns the loss, float32 (float64 for
-    float64). Class probabilities raise NotImplementedError.
+    float64), or with outputs a named tuple. Class probabilities raise NotImplementedError.
 
     Args:
         weight: (C) class weights, or None.
@@ -55,6 +60,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             pickled with the module, and not seen by DDP. Nothing synchronizes, and no gradient depends on it.
             It matters for logits that take the single pass, outside torch.compile: see one_pass. A captured
             CUDA graph uses the tensor that a call before it has made: keep the module as long as the graph.
+        outputs: As in gander.cross_entropy. remember does not apply.
 
     Raises:
         TypeError, ValueError, NotImplementedError: An argument that gander does not support; in forward also
@@ -65,7 +71,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         tensor(1.3863)
     """
 
-    remember = False
+    remember, outputs = False, None
     z_loss, scale, softcap, temperature = 0.0, 1.0, None, 1.0  # of modules that were pickled without them
 
     def __init__(
@@ -82,6 +88,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         softcap: float | None = None,
         temperature: float = 1.0,
         remember: bool = False,
+        outputs: Sequence[LossOutput] | None = None,
     ) -> None:
         check_weight(weight)
         check_loss(reduction, ignore_index)
@@ -99,9 +106,16 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.scale, self.softcap, self.temperature = z_loss, scale, softcap, temperature
         self.remember = remember
+        self.outputs = None if outputs is None else check_outputs(outputs, OUTPUTS, "None or ")
         self._memories: dict[torch.device, Tensor] = {}
 
     def __prepare_scriptable__(self) -> nn.Module:
+        for name, default in NEUTRAL.items():
+            if (value := getattr(self, name)) != default:
+                raise NotImplementedError(
+                    f"{name} is {shown(value)}, expected {default}: torch.jit.script compiles torch's module "
+                    "in place of this one, and that has no such option; use torch.compile or torch.export"
+                )
         return scriptable(self, CrossEntropyLoss, nn.CrossEntropyLoss)
 
     def forward(
@@ -121,7 +135,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         try:
             check_nested("input", input)
             rows = input.movedim(1, -1) if input.ndim > 2 else input
-            memory = self._memory_for(rows) if self.remember and upstream is None else None
+            remembers = self.remember and upstream is None and self.outputs is None
+            memory = self._memory_for(rows) if remembers else None
             loss: Tensor = cross_entropy(
                 rows,
                 target,
@@ -155,10 +170,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return cross_entropy(rows, target, divisor=divisor, upstream=upstream, **options)
 
     def _options(self) -> Any:
-        """The options of a row's loss, without those that are neutral but for torch's."""
+        """The options of cross_entropy, without those that are neutral but for torch's."""
         options: Any = {"label_smoothing": self.label_smoothing}
-        for name, neutral in ("z_loss", 0.0), ("scale", 1.0), ("softcap", None), ("temperature", 1.0):
-            if (value := getattr(self, name)) != neutral:
+        for name, default in NEUTRAL.items():
+            if (value := getattr(self, name)) != default:
                 options[name] = value
         return options
 
