@@ -621,6 +621,21 @@ def test_token_statistics(dtype, vectors, suffix, more):
         assert np.isfinite(sliced["dlogits"][4]).all()
 
 
+@pytest.mark.parametrize("op", ["all_token_statistics_forward", "softmax_forward", "layernorm_forward"])
+def test_unaligned_rows_have_the_same_bits_wherever_they_begin(dtype, op):
+    name, inputs, outputs, options = CALLS[op]
+    for rows in Rows(5, 1000, dtype), Rows(40, 4096, dtype):
+        given = rows.inputs(inputs)
+        layouts = Layout(gaps=(1,), before=0), Layout(before=1), Layout(before=3)
+        every = [
+            call(DEVICE, name, given, rows.outputs(outputs), layout=layout, batch_invariant=1, **options)
+            for layout in layouts
+        ]
+        for found in every[1:]:
+            for result, values in found.items():
+                np.testing.assert_array_equal(values, every[0][result], result)
+
+
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("vectors", (33, 180, 256, 600, 2600))  # kernels that keep exponentials, and others
 @pytest.mark.parametrize("more", [{}, *EACH_OPTION[::2]])

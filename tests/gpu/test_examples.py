@@ -1,4 +1,4 @@
-"""examples/cuda.c, compiled as in its head and run, and examples/training_step_torch.py."""
+"""examples/cuda.c, compiled as in its head and run, and two of the examples in Python."""
 
 import shutil
 import subprocess
@@ -39,7 +39,16 @@ def test_cuda(tmp_path):
     assert done.returncode == 0 and "on GPU 0: largest error" in done.stdout, done.stdout + done.stderr
 
 
-def test_training_step():
-    command = sys.executable, EXAMPLES / "training_step_torch.py"
+def run(name):
+    command = sys.executable, EXAMPLES / name
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.startswith("training on cuda\n"), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_training_step():
+    assert run("training_step_torch.py").startswith("training on cuda\n")
+
+
+def test_same_bits():
+    assert run("same_bits.py").startswith("of 100 rows on cuda have other bits: 0 by products")

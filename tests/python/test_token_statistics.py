@@ -179,12 +179,22 @@ def test_ties_are_the_first(device):
 
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
 def test_rows_have_the_same_bits_in_any_batch(dtype, device):
-    logits, index = operands((257, 1000), dtype, device)
-    how = {"outputs": STATISTICS, "batch_invariant": True}
-    whole = gander.token_statistics(logits, index, **how)
-    for rows in slice(0, 1), slice(3, 10), slice(1, 257):
-        part = gander.token_statistics(logits[rows], index[rows], **how)
-        assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+    """And with another stride that keeps rows aligned, and in a compiled function."""
+    logits, index = operands((4096, 1000), dtype, device)
+    padded = torch.empty(4096, 1024, dtype=dtype, device=device)[:, :1000].copy_(logits)
+
+    def statistics(logits, index):
+        return gander.token_statistics(logits, index, outputs=STATISTICS, batch_invariant=True)
+
+    whole = statistics(logits, index)
+    compiled = torch.compile(statistics, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in slice(0, 1), slice(3, 10), slice(1, 257), slice(7, 264), slice(0, 4096):
+        for found in (
+            statistics(logits[rows], index[rows]),
+            statistics(padded[rows], index[rows]),
+            compiled(logits[rows], index[rows]),
+        ):
+            assert all(torch.equal(a, b[rows]) for a, b in zip(found, whole, strict=True))
 
 
 # ---- torch's paths ----
