@@ -691,8 +691,10 @@ task_test-torch() {
   for version in "${@/#oldest/${tested[0]}}"; do
     folder=$STATE/torch-$version
     step "torch $version into .build/torch-$version" torch_venv "$folder" "$version"
+    # Not what no release of torch changes: measurements and how they are shown, and builds.
     step "tests/python with torch $version" env OMP_WAIT_POLICY=passive PYTHONPATH="$IMPORTS" \
-      "$folder/bin/python" -m pytest tests/python -n 2 --timeout 600 -q
+      "$folder/bin/python" -m pytest tests/python -n 2 --timeout 600 -q \
+      --ignore-glob='*/test_bench*.py' --ignore-glob='*/test_notebook.py' --ignore-glob='*/test_build.py'
   done
 }
 

@@ -12,6 +12,8 @@ import gander
 import torch
 import torch.nn.functional as F
 
+from .losses import OF_ENTROPY
+
 EPS = 1e-6
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -364,9 +366,6 @@ def _tokens(x, index, row_mask=None, *, temperature=1.0, softcap=None, every=Fal
     return tuple(found if row_mask is None else (torch.where(row_mask, v, 0) for v in found))
 
 
-OF_ENTROPY = 0.5  # the entropy's upstream gradient; that of log_prob is 1
-
-
 def _tokens_gradient(x, index, row_mask=None, *, temperature=1.0, softcap=None):
     z = _mapped(x, temperature, softcap)
     log_p = F.log_softmax(z, -1)
@@ -456,7 +455,8 @@ def nan_last(error: float) -> tuple[bool, float]:
 @dataclass(frozen=True)
 class Provider:
     """functions: what people call, by name: softmax(x), rmsnorm(x, weight), cross_entropy(x, target),
-    linear_cross_entropy(x, weight, target), differentiable. operators: by name a function that takes the
+    linear_cross_entropy(x, weight, target), token_statistics(x, index) and linear_token_statistics(x, weight,
+    index, outputs), differentiable. operators: by name a function that takes the
     inputs and gives run(), which does the work anew at each call and returns its results, first those that
     belong to the rows. A provider need not have all of either."""
 
@@ -588,6 +588,14 @@ def _linear_loss(x, weight, target):
     return F.cross_entropy(F.linear(x, weight), target)
 
 
+def _log_probs(x, index):
+    return _tokens(x.float(), index)
+
+
+def _linear_tokens(x, weight, index, outputs=("log_prob", "entropy")):
+    return _tokens(F.linear(x, weight).float(), index)[: len(outputs)]
+
+
 def _torch():
     return Provider(
         {
@@ -595,6 +603,8 @@ def _torch():
             "rmsnorm": _rmsnorm,
             "cross_entropy": F.cross_entropy,
             "linear_cross_entropy": _linear_loss,
+            "token_statistics": _log_probs,
+            "linear_token_statistics": _linear_tokens,
         },
         {
             "softmax_forward": _tuple(_softmax),
@@ -727,6 +737,8 @@ def _torch_compile():
                 "rmsnorm": _rmsnorm,
                 "cross_entropy": lambda x, target: F.cross_entropy(x, target),
                 "linear_cross_entropy": _linear_loss,
+                "token_statistics": _log_probs,
+                "linear_token_statistics": _linear_tokens,
             }
         ),
         {
@@ -818,8 +830,13 @@ def _gander_tokens_gradient(**how):
 
 
 def _trl():
-    """TRL's fused kernel for logits in hand."""
-    from trl.trainer.utils import _fused_logprob_entropy
+    """TRL's fused kernel for logits in hand, and its head of chunks."""
+    from trl.trainer.utils import _ChunkedLogProbFunction, _fused_logprob_entropy
+
+    def of_head(x, weight, index, outputs=("log_prob", "entropy")):
+        names = tuple(name.replace("log_prob", "log_probs") for name in outputs)
+        results = _ChunkedLogProbFunction.apply(x, weight, None, index, 1.0, 8192, None, 1.0, names)
+        return results[: len(outputs)]
 
     def function(x, index, row_mask=None, temperature=1.0):
         return _fused_logprob_entropy(x, index, temperature=temperature, row_mask=row_mask)
@@ -831,7 +848,12 @@ def _trl():
         return _tokens_through_autograd(functools.partial(function, **how))
 
     served = tuple(name for name in _DIFFERENTIATED if "softcap" not in name)
-    return Provider({}, _of_tokens("forward", forward, served) | _of_tokens("gradient", gradient, served))
+    operators = _of_tokens("forward", forward, served) | _of_tokens("gradient", gradient, served)
+    return Provider({"token_statistics": function, "linear_token_statistics": of_head}, operators)
+
+
+def _gander_linear_tokens(x, weight, index, outputs=("log_prob", "entropy"), keep="nothing"):
+    return gander.linear_token_statistics(x, weight, index, outputs=outputs, keep=keep)
 
 
 def _gander():
@@ -841,6 +863,8 @@ def _gander():
             "rmsnorm": lambda x, weight: gander.rmsnorm(x, weight, eps=EPS),
             "cross_entropy": gander.cross_entropy,
             "linear_cross_entropy": gander.linear_cross_entropy,
+            "token_statistics": gander.token_statistics,
+            "linear_token_statistics": _gander_linear_tokens,
         },
         {
             "softmax_forward": _tuple(gander.softmax),
@@ -935,6 +959,11 @@ def _gander_chunks(chunks):
         return gander.linear_cross_entropy(x, weight, target, chunk=-(-len(x) // chunks))
 
     return Provider({"linear_cross_entropy": loss}, {})
+
+
+def _gander_kept():
+    """Statistics of a head that keep the logits for backward."""
+    return Provider({"linear_token_statistics": functools.partial(_gander_linear_tokens, keep="logits")}, {})
 
 
 def _gander_float32():
@@ -1225,6 +1254,7 @@ _PROVIDERS = {
     "gander-remember": (_gander_remember, None),
     **{f"gander-{n}-chunks": (functools.partial(_gander_chunks, n), None) for n in (1, 2, 8)},
     "gander-float32": (_gander_float32, None),
+    "gander-kept": (_gander_kept, None),
     "gander-sharded": (_gander_sharded, None),
     "gander-batch-invariant": (_gander_batch_invariant, None),
     "gander.compile": (_gander_compile, None),

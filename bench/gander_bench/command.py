@@ -48,14 +48,15 @@ def main(
         list[str] | None,
         typer.Argument(
             metavar="[SECTION]",
-            help="host, load, throughput, odd, few, models, norms, glu, rotary, options, algorithms, "
-            "invariant, step, linear, sharded, cpu; `train` is a command with options of its own.",
+            help="host, load, throughput, odd, few, models, norms, glu, rotary, options, tokens, "
+            "algorithms, invariant, step, linear, head, sharded, cpu; `train` is a command with options of "
+            "its own.",
         ),
     ] = None,
     providers: Annotated[
         str | None,
         typer.Option(
-            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer"
+            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer,trl"
         ),
     ] = None,
     ops: Annotated[

@@ -1,11 +1,12 @@
-"""Time and memory of a loss with its gradients, over the vocabulary and over the number of tokens."""
+"""Time and memory of a loss, or of tokens' log-probabilities and entropies, with their gradients: over the
+vocabulary and over the number of tokens."""
 
 from collections.abc import Callable, Iterable
 
 import torch
 
 from .cases import DTYPES, OPERATORS, provider
-from .losses import linear_inputs
+from .losses import OF_ENTROPY, linear_inputs, statistics_gradients
 from .memory import peak_bytes
 from .records import record
 from .sections import each_result, forget
@@ -27,7 +28,23 @@ def _step(function, leaves, target) -> Callable[[], object]:
     return lambda: torch.autograd.grad(function(*leaves, target), leaves)
 
 
-_CALLS = {"cross_entropy": _cross_entropy, "linear_cross_entropy": _linear_cross_entropy}
+def _token_statistics(function, m: int, n: int, hidden: int, dtype, device: str) -> Callable[[], object]:
+    x, index = OPERATORS["cross_entropy_forward"].inputs(m, n, dtype, device)
+    leaf, ones = x.requires_grad_(), torch.ones(m, device=device)
+    return lambda: torch.autograd.grad(function(leaf, index), leaf, (ones, OF_ENTROPY * ones))
+
+
+def _linear_token_statistics(function, m: int, n: int, hidden: int, dtype, device: str):
+    inputs = linear_inputs(m, hidden, n, dtype, device)
+    return statistics_gradients(function, *inputs, trained=True, entropy=True)
+
+
+_CALLS = {
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "token_statistics": _token_statistics,
+    "linear_token_statistics": _linear_token_statistics,
+}
 
 
 def loss_costs(
@@ -43,8 +60,8 @@ def loss_costs(
     """A record for each shape (tokens, classes): microseconds and peak memory in MiB, of those contestants
     that have the loss.
 
-    The peak is what torch allocates besides the operands: the logits of "cross_entropy", of which there is
-    one, and x and weight of "linear_cross_entropy". Gradients are in it.
+    The peak is what torch allocates besides the operands: the logits, or x and weight where op begins with
+    "linear_". Gradients are in it.
     """
     having = [name for name in contestants if op in provider(name).functions]
     records = []

@@ -1,4 +1,4 @@
-"""What `linear` and `sharded` compare with: gradients in float64, matmuls alone, an all-gather."""
+"""What `linear`, `head` and `sharded` compare with: gradients in float64, matmuls alone, an all-gather."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,12 +39,50 @@ def linear_reference(x, weight, target) -> tuple[torch.Tensor, torch.Tensor]:
     return dx, dw
 
 
-def three_matmuls(x, weight) -> Callable[[], object]:
-    """The products of a linear loss and its gradients, without the loss."""
+OF_ENTROPY = 0.5  # the entropy's upstream gradient; that of log_prob is 1
+
+
+def statistics_gradients(statistics: Callable, x, weight, index, *, trained: bool, entropy: bool):
+    """A function that makes dx, and with trained dw, of log-probabilities and entropies anew at each call."""
+    leaves = [x.detach().requires_grad_()]
+    head = weight.detach().requires_grad_(trained)
+    if trained:
+        leaves.append(head)
+    outputs = ("log_prob", "entropy")[: 1 + entropy]
+    ones = torch.ones(len(x), device=x.device)
+    upstream = (ones, OF_ENTROPY * ones)[: 1 + entropy]
+    return lambda: torch.autograd.grad(statistics(leaves[0], head, index, outputs), leaves, upstream)
+
+
+def statistics_reference(x, weight, index, *, trained: bool, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """The same in float64: with log p = log_softmax(x @ weight.T) and the entropy H,
+    onehot(index) - p - OF_ENTROPY p (log p + H) times weight, and times x."""
+    wide = weight.double()
+    dx, dw = torch.empty_like(x, dtype=torch.float64), torch.zeros_like(wide if trained else wide[:0])
+    for rows in torch.arange(len(x), device=x.device).split(_REFERENCE_ROWS):
+        some = x[rows].double()
+        log_p = (some @ wide.t()).log_softmax(-1)
+        gradient = -log_p.exp()
+        if entropy:
+            h = (gradient * log_p).sum(-1, keepdim=True)
+            gradient *= 1 + OF_ENTROPY * (log_p + h)
+        gradient.scatter_add_(1, index[rows, None], gradient.new_ones(len(rows), 1))
+        dx[rows] = gradient @ wide
+        if trained:
+            dw.addmm_(gradient.t(), some)
+    return (dx, dw) if trained else (dx,)
+
+
+def matmuls(x, weight, *, again: bool = False, trained: bool = True) -> Callable[[], object]:
+    """The products of a linear loss and its gradients, without the loss: those of the logits, which are made
+    again if they were not kept, of dx, and with trained of dw."""
 
     def run():
         logits = x @ weight.t()
-        return logits @ weight, logits.t() @ x
+        if again:
+            logits = x @ weight.t()
+        dx = logits @ weight
+        return (dx, logits.t() @ x) if trained else (dx,)
 
     return run
 

@@ -26,6 +26,8 @@ TITLES = {
     "rmsnorm": "RMSNorm",
     "cross_entropy": "cross-entropy",
     "linear_cross_entropy": "linear cross-entropy",
+    "token_statistics": "statistics of tokens",
+    "linear_token_statistics": "statistics of tokens of a head",
     "softmax_forward": "softmax forward",
     "softmax_forward_backward": "softmax forward and backward",
     "softmax_backward": "softmax backward",
@@ -319,6 +321,36 @@ _LINEAR_CELLS = (
 _LINEAR_NOTE = (
     "gander holds the logits of a quarter of the rows, gander-N-chunks those of an Nth; gander-float32 "
     "accumulates dw in float32. Off: from float64, relative to its size."
+)
+
+
+def head_tables(records) -> list[Table]:
+    tables = []
+    for record in of(records, "head"):
+        alone = record.get("matmuls", {})
+        rows = [
+            [f"matmuls alone, logits {which}", _figure(alone.get(which), "us", "{:.0f}"), *["-"] * 5]
+            for which in ("kept", "again")
+        ]
+        for name, figures in record["results"].items():
+            rows.append([name, *(_figure(figures, *cell) for cell in _HEAD_CELLS)])
+        title = f"Statistics of a head's tokens, {record['mode']}, {record['dtype']}, "
+        title += f"{_size(record['m'], record['n'])} ({_where([record])})"
+        tables.append(Table(title, _HEAD_COLUMNS, rows, _HEAD_NOTE, labels=1))
+    return tables
+
+
+_HEAD_CELLS = (
+    ("us", "{:.0f}"), ("over kept", "{:.3f}"), ("over again", "{:.3f}"),
+    ("peak MiB", "{:.0f}"), ("dx off", "{:.2e}"), ("dw off", "{:.2e}"),
+)  # fmt: skip
+_HEAD_COLUMNS = [
+    "provider", "us", "over the matmuls, kept", "over the matmuls, again", "memory beside gradients, MiB",
+    "dx off", "dw off",
+]  # fmt: skip
+_HEAD_NOTE = (
+    "log_prob and entropy with gradients, but for log_prob alone. gander makes the logits again in backward, "
+    "gander-kept keeps them. Off: from float64, relative to its size."
 )
 
 
@@ -777,6 +809,7 @@ _SECTIONS = {
     "invariant": invariant_tables,
     "step": step_tables,
     "linear": linear_tables,
+    "head": head_tables,
     "sharded": sharded_tables,
     "cpu": cpu_tables,
     "train": train_tables,

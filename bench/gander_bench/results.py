@@ -20,6 +20,7 @@ from .report import (
     beside_the_collective,
     cpu_tables,
     glu_tables,
+    head_tables,
     host_tables,
     invariant_tables,
     jax_tables,
@@ -42,6 +43,7 @@ from .report import (
     step_tables,
     summary,
     times_as_fast,
+    tokens_tables,
     train_tables,
     unique,
 )
@@ -167,6 +169,33 @@ def _linear(records) -> Iterator[Check]:
             ]
             speed = quack["us"] / min(small) if small else None
             yield Check("speed over quack's, in a third of its memory", r["op"], where, speed, at_least=1)
+
+
+# By mode and provider: the time over that of the matmuls alone, with the logits kept or made again.
+_HEAD_TIMES = {
+    ("trained", "gander-kept"): ("kept", 1.08), ("trained", "gander"): ("again", 1.10),
+    ("frozen", "gander-kept"): ("kept", 1.10), ("frozen", "gander"): ("again", 1.10),
+    ("frozen, log_prob", "gander"): ("kept", 1.10),
+}  # fmt: skip
+_HEAD_MIB = 600  # besides the gradients, with no logits kept
+
+
+def _head(records) -> Iterator[Check]:
+    """Statistics of a head's tokens: time beside the matmuls, memory, and errors beside torch's."""
+    for r in of(records, "head"):
+        results, where = r["results"], point_of(r)
+        for (mode, name), (which, target) in _HEAD_TIMES.items():
+            if mode == r["mode"]:
+                over = results.get(name, {}).get(f"over {which}")
+                kind = f"{name}, {mode}: time over the matmuls', logits {which}"
+                yield Check(kind, r["op"], where, over, at_most=target)
+        for field in "dx off", "dw off":
+            mine, torch = (results.get(who, {}).get(field) for who in ("gander", "torch"))
+            if torch:
+                kind = f"gander, {r['mode']}: error of {field.split()[0]} over torch's"
+                yield Check(kind, r["op"], where, mine and mine / torch, at_most=1.1)
+        peak = results.get("gander", {}).get("peak MiB")
+        yield Check(f"gander, {r['mode']}: MiB beside the gradients", r["op"], where, peak, at_most=_HEAD_MIB)
 
 
 def _sharded(records) -> Iterator[Check]:
@@ -344,8 +373,8 @@ def _cpu(records) -> Iterator[Check]:
 
 
 _CHECKS: tuple[Callable, ...] = (
-    _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _with_options, _linear, _sharded,
-    _training, _whole_models, _host, _first_calls, _algorithms, _beside_xla, _cpu,
+    _in_several_runs, _against_the_limit, _against_peers, _with_upstream, _with_options, _linear, _head,
+    _sharded, _training, _whole_models, _host, _first_calls, _algorithms, _beside_xla, _cpu,
 )  # fmt: skip
 
 
@@ -432,8 +461,8 @@ def _few(records) -> list[Table]:
 
 _TABLES: tuple[Callable, ...] = (
     models_tables, norms_tables, glu_tables, rotary_tables, _throughput, _few, invariant_tables, step_tables,
-    options_tables, linear_tables, sharded_tables, host_tables, load_tables, algorithms_tables, cpu_tables,
-    train_tables, jax_tables, summary,
+    options_tables, tokens_tables, linear_tables, head_tables, sharded_tables, host_tables, load_tables,
+    algorithms_tables, cpu_tables, train_tables, jax_tables, summary,
 )  # fmt: skip
 
 

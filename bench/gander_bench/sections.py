@@ -73,6 +73,7 @@ NORM_LENGTHS = (256, 512, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 32768)
 NORM_ROWS, NORM_BYTES = 32768, 64 << 20
 SERVED = tuple((m, n) for n in (4096, 5120, 7168, 16384) for m in models.SERVING)
 LOGITS = (8192, 128256)  # of a step: tokens by the vocabulary of Llama 3
+HEAD = (8192, 151936)  # of a head: tokens by the vocabulary of Qwen 3
 HIDDEN = 4096  # of its linear head
 # Where options of a loss are measured: vocabularies, rows of a few KiB, and a few tokens.
 LOSSES = ((8192, 128256), (8192, 151936), (32768, 4096), (4096, 32768), (8, 151936))
@@ -508,7 +509,7 @@ def step(options: Options) -> Iterator[Point]:
         yield from _point(name, having, _step_point, options, mode, dtype, m, n)
 
 
-# ---- linear and sharded: the loss of a head that keeps no logits, and of a slice of the classes ----
+# ---- linear, head and sharded: a head that keeps no logits, and the loss of a slice of the classes ----
 
 
 def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
@@ -533,7 +534,7 @@ def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> di
         return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
 
     results = each_result(providers, prepare)
-    matmuls = losses.three_matmuls(*inputs[:2])
+    matmuls = losses.matmuls(*inputs[:2])
     timings = _gpu_timer()(calls | {"matmuls": matmuls}, options.seconds)
     least = timings["matmuls"]
     for name in calls:
@@ -550,6 +551,60 @@ def linear(options: Options) -> Iterator[Point]:
     for dtype, (m, n) in itertools.product(options.dtypes or ("bfloat16",), options.shapes or (LOGITS,)):
         name = {"section": "linear", "op": "linear_cross_entropy", "dtype": dtype, "m": m, "n": n}
         yield from _point(name, having, _linear_point, options, dtype, m, n)
+
+
+# By mode: whether the weight is trained, and whether entropies are in the loss.
+HEADS = {
+    "trained": {"trained": True, "entropy": True},
+    "frozen": {"trained": False, "entropy": True},
+    "frozen, log_prob": {"trained": False, "entropy": False},
+}
+
+
+def _head_point(providers, options: Options, mode: str, dtype: str, m: int, n: int) -> dict:
+    """Beside the matmuls alone, as many as there are with the logits kept, and with them made again."""
+    torch.manual_seed(0)
+    how = HEADS[mode]
+    inputs = losses.linear_inputs(m, HIDDEN, n, DTYPES[dtype], "cuda")
+    wanted = losses.statistics_reference(*inputs, **how)
+    calls = {}
+
+    def prepare(name):
+        function = provider(name).functions["linear_token_statistics"]
+        call = losses.statistics_gradients(function, *inputs, **how)
+        made = call()
+        pairs = zip(("dx", "dw"), made, wanted, strict=False)
+        far = {f"{which} off": losses.off(got, want) for which, got, want in pairs}
+        furthest = max(far.values(), key=nan_last)
+        if not furthest < WRONG[inputs[0].dtype]:
+            raise ArithmeticError(f"wrong result: {furthest:.1e} off")
+        gradients = sum(gradient.nbytes for gradient in made) / 2**20
+        del made
+        calls[name] = call
+        return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
+
+    results = each_result(providers, prepare)
+    trained = how["trained"]
+    alone = {
+        "kept": losses.matmuls(*inputs[:2], trained=trained),
+        "again": losses.matmuls(*inputs[:2], again=True, trained=trained),
+    }
+    timings = _gpu_timer()(calls | alone, options.seconds)
+    for name in calls:
+        results[name] |= timings[name]._asdict()
+        results[name] |= {f"over {which}": round(timings[name].us / timings[which].us, 4) for which in alone}
+    return {"results": results, "matmuls": {which: timings[which]._asdict() for which in alone}}
+
+
+def head(options: Options) -> Iterator[Point]:
+    """Log-probabilities and entropies of a head, with gradients."""
+    own = ("gander-kept",) if "gander" in options.providers else ()
+    having = _having(dict.fromkeys(options.providers + own), "linear_token_statistics")
+    for dtype, (m, n), mode in itertools.product(
+        options.dtypes or ("bfloat16",), options.shapes or (HEAD,), HEADS
+    ):
+        name = {"section": "head", "op": "linear_token_statistics", "dtype": dtype, "m": m, "n": n}
+        yield from _point(name | {"mode": mode}, having, _head_point, options, mode, dtype, m, n)
 
 
 def _sharded_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
@@ -680,6 +735,7 @@ SECTIONS = {
     "invariant": invariant,
     "step": step,
     "linear": linear,
+    "head": head,
     "sharded": sharded,
     "cpu": cpu,
 }

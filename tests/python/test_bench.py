@@ -408,6 +408,8 @@ def test_providers_measure_what_they_have(monkeypatch):
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report.STEP_TITLES)
     linear = ("gander", "gander-1-chunks", "gander-2-chunks", "gander-8-chunks", "gander-float32")
     assert {p.providers for p in sections.linear(options)} == {linear}
+    assert {p.providers for p in sections.head(options)} == {("gander", "gander-kept")}
+    assert {p.name["mode"] for p in sections.head(options)} == set(sections.HEADS)
     assert {p.providers for p in sections.sharded(options)} == {("gander-two-passes", "gander-sharded")}
     assert {p.providers for p in sections.host(options)} == {("gander",)}
     both = sections.Options(providers=("torch.compile", "gander"))
@@ -795,8 +797,26 @@ def test_gradients_of_a_linear_loss():
             for got, want in zip(call(), wanted, strict=True):
                 assert got.dtype == torch.float32 and losses.off(got, want) < 1e-6
     assert losses.off(1.1 * wanted[0], wanted[0]) == pytest.approx(0.1)
-    dx, dw = losses.three_matmuls(*inputs[:2])()
-    assert (dx.shape, dw.shape) == (inputs[0].shape, inputs[1].shape)
+    for again in False, True:
+        dx, dw = losses.matmuls(*inputs[:2], again=again)()
+        assert (dx.shape, dw.shape) == (inputs[0].shape, inputs[1].shape)
+    (dx,) = losses.matmuls(*inputs[:2], trained=False)()
+    assert dx.shape == inputs[0].shape
+
+
+@pytest.mark.parametrize("mode", sections.HEADS)
+@pytest.mark.parametrize("name", ["torch", "gander", "gander-kept"])
+def test_gradients_of_a_head(name, mode):
+    torch.manual_seed(0)
+    how = sections.HEADS[mode]
+    inputs = losses.linear_inputs(7, 5, 11, torch.float32, "cpu")
+    wanted = losses.statistics_reference(*inputs, **how)
+    function = cases.provider(name).functions["linear_token_statistics"]
+    call = losses.statistics_gradients(function, *inputs, **how)
+    for _ in range(2):
+        made = call()
+        assert len(made) == len(wanted) == 1 + how["trained"]
+        assert all(losses.off(got, want) < 1e-6 for got, want in zip(made, wanted, strict=True))
 
 
 def test_a_rank_alone():
@@ -843,6 +863,47 @@ def test_targets_of_the_linear_loss():
     # The faster one takes more than a third of the memory.
     quack = found["speed over quack's, in a third of its memory"]
     assert quack.measured == pytest.approx(35 / 36) and not quack.met()
+
+
+def head_record(mode):
+    def figures(us, kept, again, mib, dx, dw):
+        return timing_of(us) | {
+            "over kept": kept,
+            "over again": again,
+            "peak MiB": mib,
+            "dx off": dx,
+            "dw off": dw,
+        }
+
+    name = {"section": "head", "op": "linear_token_statistics", "dtype": "bfloat16", "m": 8, "n": 9}
+    measured = {
+        "torch": figures(60.0, 2.0, 1.5, 900.0, 1e-3, 1e-3),
+        "gander": figures(42.0, 1.4, 1.05, 500.0, 1e-3, 1.2e-3),
+        "gander-kept": figures(33.0, 1.1, 0.825, 700.0, 1e-3, 1e-3),
+        "trl": {"error": "E"},
+    }
+    alone = {"kept": timing_of(30.0), "again": timing_of(40.0)}
+    return gpu_records()[0] | name | {"mode": mode, "results": measured, "matmuls": alone}
+
+
+def test_table_of_a_head():
+    (table,) = report.tables([head_record("frozen")])
+    assert "frozen, bfloat16, 8 x 9" in table.title
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["matmuls alone, logits again"] == ["40", "-", "-", "-", "-", "-"]
+    assert rows["gander"] == ["42", "1.400", "1.050", "500", "1.00e-03", "1.20e-03"]
+    assert rows["trl"] == ["failed"] * 6
+
+
+def test_targets_of_a_head():
+    found = {check.target: check for check in results.checks([head_record("trained")])}
+    assert found["gander, trained: time over the matmuls', logits again"].met()
+    assert not found["gander-kept, trained: time over the matmuls', logits kept"].met()
+    assert found["gander, trained: error of dx over torch's"].met()
+    assert not found["gander, trained: error of dw over torch's"].met()
+    assert found["gander, trained: MiB beside the gradients"].met()
+    found = {check.target: check for check in results.checks([head_record("frozen, log_prob")])}
+    assert not found["gander, frozen, log_prob: time over the matmuls', logits kept"].met()
 
 
 def test_a_slice_beside_its_collective():
@@ -1028,7 +1089,9 @@ def test_peak_memory_of_a_cpu():
     assert memory.peak_bytes(lambda: None, "cpu") == 0
 
 
-@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "op", ["cross_entropy", "linear_cross_entropy", "token_statistics", "linear_token_statistics"]
+)
 def test_costs_of_a_loss(op):
     how = dict(dtype="float32", device="cpu", seconds=0, hidden=8)
     found = costs.loss_costs(op, [(64, 1000), (64, 2000)], ("torch", "gander"), **how)
