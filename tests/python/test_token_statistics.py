@@ -293,6 +293,18 @@ def test_in_place():
     assert got.data_ptr() == given.data_ptr() and torch.equal(got, gradient)
 
 
+@pytest.mark.parametrize("name", ["log_prob", "entropy"])
+def test_in_place_with_one_upstream_gradient(name):
+    (logits, index, _), gradients = expected(), []
+    for in_place in False, True:
+        given = logits.clone().requires_grad_() * 1
+        found = getattr(gander.token_statistics(given, index, inplace_backward=in_place), name)
+        (got,) = torch.autograd.grad(found.sum(), given)
+        assert (got.data_ptr() == given.data_ptr()) == in_place
+        gradients.append(got)
+    assert torch.equal(*gradients)
+
+
 def test_strides():
     logits, index = operands((4, 2 * N))
     for view in logits[:, ::2], logits[::2, :N], logits.t()[:5]:

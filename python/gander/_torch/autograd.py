@@ -84,7 +84,8 @@ def _over_arguments(gradient_op: str):
     count = len(tensors(gradient_op))
 
     def call(*given):
-        if not all(is_eager(given[at]) and not is_batched(given[at]) for at in heads):
+        present = [given[at] for at in heads if given[at] is not None]
+        if not all(is_eager(head) and not is_batched(head) for head in present):
             return fresh(*given)
         with no_grad():
             in_place(*given)
