@@ -633,11 +633,13 @@ site() {
 # Two workers share two cores, so OpenMP's threads must not spin while they wait.
 check_pytest() { OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/python -n 2 --timeout 600; }
 
-# gander.hf with the packages that it adapts to.
+# gander.hf and gander.rl with the packages that they adapt to; of verl and OpenRLHF with their files alone.
 check_hf() {
+  local files
   PYTHON=$VENV/bin/python
   more_packages hf "transformers, accelerate, PEFT and TRL"
-  OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
+  files=$(unpacked requirements-rl.txt)
+  GANDER_TEST_RL=$files OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
 }
 
 # gander.jax with jax, on two devices that are the CPU.

@@ -31,13 +31,14 @@ var pythonRooms = map[string][]string{
 	"jax":         {"_table", "_native", "_functions", "_words"},
 	"check":       {"__init__"},
 	"hf":          {"__init__"}, // an adapter
+	"rl":          {"__init__"}, // an adapter
 	"__init__":    nil,
 	"__main__":    nil,
 }
 
 // Adapters stand above the package, each against one other library. They use public functions alone, and no
 // room imports them, __init__ and __main__ neither.
-var pythonAdapters = []string{"hf"}
+var pythonAdapters = []string{"hf", "rl"}
 
 var (
 	// An import of the package's own modules, with the names in parentheses or up to the end of the line.

@@ -87,9 +87,12 @@ def _exists(name: str) -> bool:
         return name.removeprefix("gander.jax").removeprefix(".") in ("", *_of_jax())
     import gander
     import gander.hf  # gander imports no adapter
+    import gander.rl
 
     found = gander
     for part in name.split(".")[1:]:
+        if inspect.isclass(found) and part in inspect.get_annotations(found):
+            return True  # an attribute of instances
         try:
             found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
         except AttributeError:

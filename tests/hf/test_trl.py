@@ -12,6 +12,7 @@ import trl
 from test_models import F32
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 STEPS = 6
@@ -20,6 +21,7 @@ STEPS = 6
 def tokenizer():
     words = {"<pad>": 0, "<end>": 2, **{f"w{i}": i for i in range(3, 120)}}
     made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
 
 

@@ -363,7 +363,7 @@ def test_metadata(backend):
         "0.1.0+sm90",
         "the gander developers",
     )
-    assert found.provides_extra == ["jax", "hf"]
+    assert found.provides_extra == ["jax", "hf", "rl"]
     markers = {f'extra == "{extra}"' for extra in found.provides_extra}
     assert {str(r.marker) for r in found.requires_dist} == markers, "torch is left to its user"
     releases = [name.rpartition(" ")[2] for name in found.classifiers if "Python :: 3." in name]

@@ -37,12 +37,13 @@ def snippets(page, *languages):
 
 
 def needs_hf(code):
-    return re.search(r"^(from|import) transformers", code, re.MULTILINE) is not None
+    """Or TRL, which gander.rl.trl changes."""
+    return re.search(r"^(from|import) transformers|\bgander\.rl\b|\bswap\b", code, re.MULTILINE) is not None
 
 
 def run(page, device, with_hf=False):
-    """Runs the Python snippets of a page, one after the other, with the same names; those that import
-    transformers only with_hf."""
+    """Runs the Python snippets of a page, one after the other, with the same names; those that need
+    transformers or TRL only with_hf."""
     names = {"__name__": "snippet"}
     for line, _, code in snippets(page, "python"):
         if needs_hf(code) and not with_hf:
@@ -60,7 +61,11 @@ WITH_PYTHON = [page for page in PAGES if any(snippets(page, "python")) and page 
 
 def test_pages_are_found():
     assert {"README.md", "docs/five-minutes.md"} <= {name_of(page) for page in WITH_PYTHON}
-    assert {name_of(page) for page in NEED_HF} == {"README.md", "docs/huggingface.md"}
+    assert {name_of(page) for page in NEED_HF} == {
+        "README.md",
+        "docs/huggingface.md",
+        "docs/post-training.md",
+    }
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "gander"
 LIST = Path(__file__).with_name("raises.txt")
-APART = ("bench", "demo", "hf")  # programs, and adapters, of whose refusals Go knows nothing
+APART = ("bench", "demo", "hf", "rl")  # programs, and adapters, of whose refusals Go knows nothing
 
 REASONS = {
     "passed on": "what the library, torch or an array's producer said, in the right type of exception",

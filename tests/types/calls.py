@@ -4,6 +4,7 @@ runs."""
 from typing import Any
 
 import gander
+import gander.rl
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -127,3 +128,13 @@ def mistakes(x: Tensor, target: Tensor) -> None:
     gander.log_softmax(x, masked="zeros")  # type: ignore[arg-type]
     gander.rotary(x, x, x, x, casting_mode="gemma")  # type: ignore[arg-type]
     gander.softmax([1.0])  # type: ignore[type-var]
+
+
+def trainers() -> None:
+    with gander.rl.trl() as swap:
+        assert_type(swap, gander.rl.Swap)
+    swap = gander.rl.verl()
+    assert_type(swap.places, tuple[str, ...])
+    swap.undo()
+    assert_type(gander.rl.openrlhf(), gander.rl.Swap)
+    assert_type(gander.rl.CHECKED["trl"], str)

@@ -1,0 +1,2 @@
+from .chunked_logprob import ChunkedLogProbFunction as ChunkedLogProbFunction
+from .logprob_entropy import selective_log_softmax_and_entropy as selective_log_softmax_and_entropy
