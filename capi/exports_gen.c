@@ -502,6 +502,64 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
   return gander_end(inputs, 8, status);
 }
 
+int32_t gander_soft_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* loss,
+                                          const gander_soft_cross_entropy_forward_options* options,
+                                          void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_soft_cross_entropy_forward_options, GANDER_SOFT_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderSoftCrossEntropyForward((void*)x, (void*)target, (void*)loss, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_soft_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
+                                  const gander_soft_cross_entropy_options* options, void* stream,
+                                  DLManagedTensorVersioned** loss) {
+  GANDER_OPTIONS(gander_soft_cross_entropy_options, GANDER_SOFT_CROSS_ENTROPY_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"x", x},
+      {"target", target},
+      {"weight", o->weight},
+      {"divisor", o->divisor}};
+  DLManagedTensorVersioned** const outputs[] = {loss, o->state};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 4, outputs, 2);
+  if (status == GANDER_OK) {
+    status = ganderSoftCrossEntropyForwardOwned((void*)x, (void*)target, (void*)o, (uintptr_t)stream, loss);
+  }
+  return gander_end(inputs, 4, status);
+}
+
+int32_t gander_soft_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* dloss,
+                                           const DLTensor* state, const DLTensor* dx,
+                                           const gander_soft_cross_entropy_backward_options* options,
+                                           void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_soft_cross_entropy_backward_options, GANDER_SOFT_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderSoftCrossEntropyBackward(
+      (void*)x, (void*)target, (void*)dloss, (void*)state, (void*)dx, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_soft_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
+                                       DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* state,
+                                       const gander_soft_cross_entropy_grad_options* options, void* stream,
+                                       DLManagedTensorVersioned** dx) {
+  GANDER_OPTIONS(gander_soft_cross_entropy_grad_options, GANDER_SOFT_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {
+      {"x", x},
+      {"target", target},
+      {"weight", o->weight},
+      {"dloss", dloss},
+      {"state", state},
+      {"divisor", o->divisor}};
+  DLManagedTensorVersioned** const outputs[] = {dx};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 6, outputs, 1);
+  if (status == GANDER_OK) {
+    status = ganderSoftCrossEntropyBackwardOwned(
+        (void*)x, (void*)target, (void*)dloss, (void*)state, (void*)o, (uintptr_t)stream, dx);
+  }
+  return gander_end(inputs, 6, status);
+}
+
 int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
                                         const gander_token_statistics_forward_options* options, void* stream) {
   GANDER_ENTER();

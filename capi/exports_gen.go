@@ -1157,6 +1157,131 @@ func ganderCrossEntropyBackwardOwned(x, target, dloss, lse, options unsafe.Point
 	})
 }
 
+//export ganderSoftCrossEntropyForward
+func ganderSoftCrossEntropyForward(x, target, loss, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_soft_cross_entropy_forward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.SoftCrossEntropyForward{
+		X:              tensor(x),
+		Target:         tensor(target),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		Divisor:        tensor(unsafe.Pointer(o.divisor)),
+		Loss:           tensor(loss),
+		State:          tensor(unsafe.Pointer(o.state)),
+		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		LabelSmoothing: float64(o.label_smoothing),
+		ZLoss:          float64(o.z_loss),
+		Scale:          ops.Some(float64(o.scale)),
+		Softcap:        float64(o.softcap),
+		Temperature:    ops.Some(float64(o.temperature)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderSoftCrossEntropyForwardOwned
+func ganderSoftCrossEntropyForwardOwned(x, target, options unsafe.Pointer, stream uintptr,
+	loss unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_soft_cross_entropy_options)(options)
+		made, err := outputsFor(ops.CheckRows, "soft_cross_entropy", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tloss := made.required("loss", loss, made.statistic(), made.shape(reduced(saturated(o.reduction), "L", "")))
+		tstate := made.optional("state", unsafe.Pointer(o.state), made.statistic(), made.shape("L3"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.SoftCrossEntropyForward{
+			X:              owned(x),
+			Target:         owned(target),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			Divisor:        owned(unsafe.Pointer(o.divisor)),
+			Loss:           tloss,
+			State:          tstate,
+			Reduction:      kernels.Reduction(saturated(o.reduction)),
+			LabelSmoothing: float64(o.label_smoothing),
+			ZLoss:          float64(o.z_loss),
+			Scale:          ops.Some(float64(o.scale)),
+			Softcap:        float64(o.softcap),
+			Temperature:    ops.Some(float64(o.temperature)),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderSoftCrossEntropyBackward
+func ganderSoftCrossEntropyBackward(x, target, dloss, state, dx, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_soft_cross_entropy_backward_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.SoftCrossEntropyBackward{
+		X:              tensor(x),
+		Target:         tensor(target),
+		Weight:         tensor(unsafe.Pointer(o.weight)),
+		DLoss:          tensor(dloss),
+		State:          tensor(state),
+		Divisor:        tensor(unsafe.Pointer(o.divisor)),
+		DX:             tensor(dx),
+		Reduction:      kernels.Reduction(saturated(o.reduction)),
+		LabelSmoothing: float64(o.label_smoothing),
+		ZLoss:          float64(o.z_loss),
+		Scale:          ops.Some(float64(o.scale)),
+		Softcap:        float64(o.softcap),
+		Temperature:    ops.Some(float64(o.temperature)),
+		BatchInvariant: o.batch_invariant != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderSoftCrossEntropyBackwardOwned
+func ganderSoftCrossEntropyBackwardOwned(x, target, dloss, state, options unsafe.Pointer, stream uintptr,
+	dx unsafe.Pointer) int32 {
+	return run(func() error {
+		o := (*C.gander_soft_cross_entropy_grad_options)(options)
+		made, err := outputsFor(ops.CheckRows, "soft_cross_entropy_grad", "x", owned(x), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tdx := made.required("dx", dx, made.dtype(), made.shape("LN"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.SoftCrossEntropyBackward{
+			X:              owned(x),
+			Target:         owned(target),
+			Weight:         owned(unsafe.Pointer(o.weight)),
+			DLoss:          owned(dloss),
+			State:          owned(state),
+			Divisor:        owned(unsafe.Pointer(o.divisor)),
+			DX:             tdx,
+			Reduction:      kernels.Reduction(saturated(o.reduction)),
+			LabelSmoothing: float64(o.label_smoothing),
+			ZLoss:          float64(o.z_loss),
+			Scale:          ops.Some(float64(o.scale)),
+			Softcap:        float64(o.softcap),
+			Temperature:    ops.Some(float64(o.temperature)),
+			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
 //export ganderTokenStatisticsForward
 func ganderTokenStatisticsForward(logits, index, options unsafe.Pointer, stream uintptr) (status int32) {
 	defer recovered(&status)

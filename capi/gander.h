@@ -738,6 +738,73 @@ int32_t gander_cross_entropy_backward(const DLTensor* x, const DLTensor* target,
 typedef struct {
   uint32_t size, magic;
   const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* weight; /* (N), contiguous; float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* divisor; /* one element; float64 if x is, else float32 */
+  const DLTensor* state; /* (M, 3), contiguous; float64 if x is, else float32 */
+  int64_t reduction; /* how the rows' losses are reduced: a gander_reduction */
+  double label_smoothing; /* the share of a row's target that is divided among all classes, 0 to 1 */
+  double z_loss; /* the factor of lse^2 in a row's loss, at least 0 */
+  /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+   * temperature, and all else is of z; more than 0; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_soft_cross_entropy_forward_options;
+#define GANDER_SOFT_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_soft_cross_entropy_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, 0, 0, 0, \
+  1, 0, 1, 0}
+
+/* Cross-entropy of logits and class probabilities: loss[m] = sum(weight[c] * q[c] * (lse[m] - x[m, c]))
+ * with q = target[m] and lse the row's log-sum-exp. A class of weight or q 0 counts for nothing, even if
+ * its logit is -inf. q may be any numbers: neither their sign nor their sum is checked. With e =
+ * label_smoothing and C classes q is (1 - e) * target[m] + e / C. z_loss adds z_loss * lse^2. With scale,
+ * softcap and temperature all is of z. loss is the loss of each row, their sum, or their mean over the M
+ * rows, whatever their weights (NaN without rows). It is divided by divisor, which must be NULL with
+ * reduction mean. state receives what backward reads of each row: its maximum m, log(sum exp(x - m)), and
+ * sum(weight[c] * q[c]).
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   target: (M, N); float64 if x is, else float16, bfloat16 or float32.
+ *   loss: M elements with reduction none, else one; float64 if x is, else float32. */
+int32_t gander_soft_cross_entropy_forward(const DLTensor* x, const DLTensor* target, const DLTensor* loss,
+                                          const gander_soft_cross_entropy_forward_options* options,
+                                          void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* weight; /* (N), contiguous; float64 if x is, else float16, bfloat16 or float32 */
+  const DLTensor* divisor; /* one element; float64 if x is, else float32 */
+  int64_t reduction; /* how the rows' losses are reduced: a gander_reduction */
+  double label_smoothing; /* the share of a row's target that is divided among all classes, 0 to 1 */
+  double z_loss; /* the factor of lse^2 in a row's loss, at least 0 */
+  /* x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+   * temperature, and all else is of z; more than 0; 1 by default */
+  double scale;
+  double softcap; /* see scale; more than 0, or 0 for none */
+  double temperature; /* see scale; more than 0; 1 by default */
+  int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+} gander_soft_cross_entropy_backward_options;
+#define GANDER_SOFT_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS \
+  {sizeof(gander_soft_cross_entropy_backward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, 0, 0, 0, 1, \
+  0, 1, 0}
+
+/* dx[c] = dloss * (sum(weight * q) * softmax(x)[c] - weight[c] * q[c]) for each row, with z_loss, scale,
+ * softcap and temperature the gradient of forward's loss. It is divided by M with reduction mean, with the
+ * others by divisor. state is forward's. target gets no gradient.
+ *   x: (M, N); float16, bfloat16 or float32, on the host also float64.
+ *   target: (M, N); float64 if x is, else float16, bfloat16 or float32.
+ *   dloss: M elements of any stride, or one for all rows; float64 if x is, else float32.
+ *   state: (M, 3), contiguous; float64 if x is, else float32.
+ *   dx: (M, N); x's dtype; may be x if the dtypes agree. */
+int32_t gander_soft_cross_entropy_backward(const DLTensor* x, const DLTensor* target, const DLTensor* dloss,
+                                           const DLTensor* state, const DLTensor* dx,
+                                           const gander_soft_cross_entropy_backward_options* options,
+                                           void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
   /* the leading dimensions of the first operand, any stride; int32, int64, bool or uint8 */
   const DLTensor* row_mask;
   const DLTensor* log_prob; /* M elements, contiguous; float64 if logits is, else float32 */
@@ -1305,6 +1372,52 @@ int32_t gander_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVe
                                   DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* lse,
                                   const gander_cross_entropy_grad_options* options, void* stream,
                                   DLManagedTensorVersioned** dx);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* divisor;
+  DLManagedTensorVersioned** state;
+  int64_t reduction;
+  double label_smoothing;
+  double z_loss;
+  double scale;
+  double softcap;
+  double temperature;
+  int64_t batch_invariant;
+} gander_soft_cross_entropy_options;
+#define GANDER_SOFT_CROSS_ENTROPY_OPTIONS_DEFAULTS \
+  {sizeof(gander_soft_cross_entropy_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, 0, 0, 0, 1, 0, \
+  1, 0}
+
+/* gander_soft_cross_entropy_forward with owned tensors. */
+int32_t gander_soft_cross_entropy(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
+                                  const gander_soft_cross_entropy_options* options, void* stream,
+                                  DLManagedTensorVersioned** loss);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* weight;
+  DLManagedTensorVersioned* divisor;
+  int64_t reduction;
+  double label_smoothing;
+  double z_loss;
+  double scale;
+  double softcap;
+  double temperature;
+  int64_t batch_invariant;
+} gander_soft_cross_entropy_grad_options;
+#define GANDER_SOFT_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS \
+  {sizeof(gander_soft_cross_entropy_grad_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, 0, 0, 0, 1, 0, 1, \
+  0}
+
+/* gander_soft_cross_entropy_backward with owned tensors. */
+int32_t gander_soft_cross_entropy_grad(DLManagedTensorVersioned* x, DLManagedTensorVersioned* target,
+                                       DLManagedTensorVersioned* dloss, DLManagedTensorVersioned* state,
+                                       const gander_soft_cross_entropy_grad_options* options, void* stream,
+                                       DLManagedTensorVersioned** dx);
 
 typedef struct {
   uint32_t size, magic;

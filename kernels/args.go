@@ -12,6 +12,7 @@ func (f Family) ArgBytes() uintptr {
 		unsafe.Sizeof(NormArgs{}), unsafe.Sizeof(MaskedSoftmaxArgs{}), unsafe.Sizeof(GeneralCrossEntropyArgs{}),
 		unsafe.Sizeof(GLUArgs{}), unsafe.Sizeof(RotaryArgs{}),
 		unsafe.Sizeof(QKNormRotaryArgs{}), unsafe.Sizeof(TokenStatisticsArgs{}),
+		unsafe.Sizeof(SoftCrossEntropyArgs{}),
 	}[f/3]
 }
 
@@ -205,6 +206,15 @@ type TokenStatisticsArgs struct {
 	IsTop1, Predicted  Output
 	RowMaskBytes       int32 // of an element
 	_                  int32
+}
+
+// SoftCrossEntropyArgs is the parameter of the kernels of cross-entropy with class probabilities. Rows has
+// them as its second input. Of the losses' arguments it uses none that is about a row's target.
+type SoftCrossEntropyArgs struct {
+	GeneralCrossEntropyArgs
+	TargetWeight Output  // the third part of the state, of MaxStride like Max and LogSum
+	InverseRows  float32 // backward of a mean: what it multiplies by; else 1
+	_            int32
 }
 
 // GLUArgs is the parameter of the kernels of gated linear units. Rows has as its inputs the gate and what it

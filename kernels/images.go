@@ -129,6 +129,7 @@ var parameters = [...]reflect.Type{
 	reflect.TypeFor[NormArgs](), reflect.TypeFor[MaskedSoftmaxArgs](),
 	reflect.TypeFor[GeneralCrossEntropyArgs](), reflect.TypeFor[GLUArgs](), reflect.TypeFor[RotaryArgs](),
 	reflect.TypeFor[QKNormRotaryArgs](), reflect.TypeFor[TokenStatisticsArgs](),
+	reflect.TypeFor[SoftCrossEntropyArgs](),
 }
 
 // tableDigest is a digest of what this package and the images must agree on: the kernels, the structs that

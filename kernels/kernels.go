@@ -136,12 +136,17 @@ type TokenStatistics struct {
 }
 
 // SetState takes the three parts of the state from a vector of those of all rows.
-func (s *TokenStatistics) SetState(all Vector) {
+func (s *TokenStatistics) SetState(all Vector) { setState(all, &s.Max, &s.LogSum, &s.Depth) }
+
+func setState(all Vector, parts ...*Vector) {
 	if !all.Present() {
 		return
 	}
-	for i, part := range []*Vector{&s.Max, &s.LogSum, &s.Depth} {
-		*part = Vector{Data: at(all.Data, int64(i), all.DType), DType: all.DType, Len: all.Len / 3, Stride: 3}
+	each := int64(len(parts))
+	for i, part := range parts {
+		*part = Vector{
+			Data: at(all.Data, int64(i), all.DType), DType: all.DType, Len: all.Len / each, Stride: each,
+		}
 	}
 }
 
@@ -154,6 +159,19 @@ func (s *TokenStatistics) WantsAny() bool {
 func (s *TokenStatistics) NeedsAll() bool {
 	return s.LogSumSqProbs.Present() || s.MeanLogit.Present() || s.IsTop1.Present() || s.Predicted.Present()
 }
+
+// SoftCrossEntropy is what one call of cross-entropy with class probabilities reads and writes, forward or
+// backward. It uses no class of the loss, and no option that is about one. Max, LogSum and TargetWeight are a
+// row's state: its maximum, the logarithm of its sum of exp(x - max), and the sum of its probabilities, each
+// times the weight of its class. A mean is over all rows.
+type SoftCrossEntropy struct {
+	CrossEntropy
+	Probabilities Matrix // like X, of any type that is not float64 unless X's is
+	TargetWeight  Vector // forward: all of the state is optional
+}
+
+// SetState takes the three parts of the state from a vector of those of all rows.
+func (s *SoftCrossEntropy) SetState(all Vector) { setState(all, &s.Max, &s.LogSum, &s.TargetWeight) }
 
 // LogitMap is a function of logits: Outer * tanh(Inner * x), without a cap Outer * x. The zero value is x.
 type LogitMap struct {

@@ -17,7 +17,8 @@ type Op uint8
 // QKNormRotate, QKNormRotateBackward and QKNormWeights are the same of normalized heads, their gradients, and
 // what sums those of the weights. TokenStatisticsForward is log-probability and entropy of the rows,
 // AllTokenStatisticsForward those and all other statistics of logits, and TokenStatisticsBackward the
-// gradient of the two.
+// gradient of the two. SoftCrossEntropyForward and SoftCrossEntropyBackward are cross-entropy with class
+// probabilities.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -55,6 +56,8 @@ const (
 	TokenStatisticsForward
 	AllTokenStatisticsForward
 	TokenStatisticsBackward
+	SoftCrossEntropyForward
+	SoftCrossEntropyBackward
 	Ops // how many there are
 )
 
@@ -70,6 +73,7 @@ func (o Op) String() string {
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
 		"glu_forward", "glu_backward", "rotate", "qk_norm_rotate", "qk_norm_rotate_backward", "qk_norm_weights",
 		"token_statistics_forward", "all_token_statistics_forward", "token_statistics_backward",
+		"soft_cross_entropy_forward", "soft_cross_entropy_backward",
 	}[o]
 }
 
@@ -105,11 +109,11 @@ func (s Shape) String() string { return shapeNames[s] }
 type Family uint8
 
 // Families is the number of families; they are numbered from 0.
-const Families = 10 * 3
+const Families = 11 * 3
 
 var groups = [...]string{
 	"softmax", "rmsnorm", "cross_entropy", "norm", "masked_softmax", "general_cross_entropy",
-	"glu", "rotary", "qk_norm_rotary", "token_statistics",
+	"glu", "rotary", "qk_norm_rotary", "token_statistics", "soft_cross_entropy",
 }
 
 // FamilyOf returns the family that has an op's kernels for rows of x: float16, bfloat16 or float32.
@@ -136,6 +140,8 @@ func FamilyOf(op Op, x DType) Family {
 		group = 8
 	case TokenStatisticsForward, AllTokenStatisticsForward, TokenStatisticsBackward:
 		group = 9
+	case SoftCrossEntropyForward, SoftCrossEntropyBackward:
+		group = 10
 	}
 	return group*3 + Family(x)
 }
@@ -261,7 +267,7 @@ type Geometry struct {
 func (o Op) Inputs() int {
 	switch o {
 	case SoftmaxBackward, RMSNormBackward, NormBackward, LayerNormBackward, MaskedSoftmaxBackward,
-		RMSNormResidualForward, GLUForward:
+		RMSNormResidualForward, GLUForward, SoftCrossEntropyForward, SoftCrossEntropyBackward:
 		return 2
 	case RMSNormResidualBackward, GLUBackward:
 		return 3

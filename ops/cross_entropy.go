@@ -27,12 +27,7 @@ func (a *crossEntropyForward) refuse(k *check) {
 
 // lossOptions checks the options of a row's loss.
 func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature float64) {
-	if !(0 <= s.LabelSmoothing && s.LabelSmoothing <= 1) {
-		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", s.LabelSmoothing)
-	}
-	if !(0 <= s.ZLoss && s.ZLoss <= math.MaxFloat32) {
-		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", s.ZLoss)
-	}
+	k.addedLosses(s)
 	k.logitMap(scale, softcap, temperature)
 	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
 		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
@@ -41,6 +36,16 @@ func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature
 	if s.Slice && s.LabelSmoothing != 0 {
 		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
 			"not known; leave one of them out", s.LabelSmoothing)
+	}
+}
+
+// addedLosses checks the options that add to a row's loss.
+func (k *check) addedLosses(s *kernels.CrossEntropy) {
+	if !(0 <= s.LabelSmoothing && s.LabelSmoothing <= 1) {
+		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", s.LabelSmoothing)
+	}
+	if !(0 <= s.ZLoss && s.ZLoss <= math.MaxFloat32) {
+		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", s.ZLoss)
 	}
 }
 

@@ -254,6 +254,28 @@ func ExampleCrossEntropyBackward() {
 	// [0.450 -0.450]
 }
 
+// A target between two classes.
+func ExampleSoftCrossEntropyForward() {
+	x, target := rowsOf(2, 0, 0, 3, 1), rowsOf(2, 0.5, 0.5, 0.75, 0.25)
+	loss := must(dlpack.New(dlpack.Float32, 1))
+	show(ops.SoftCrossEntropyForward{X: x, Target: target, Loss: loss, Reduction: ops.ReduceMean}.Run(nil), loss)
+	// Output: [0.660]
+}
+
+// Backward reads the state that forward has written. The gradient is the probabilities of x less those of the
+// target.
+func ExampleSoftCrossEntropyBackward() {
+	x, target := rowsOf(2, 3, 1), rowsOf(2, 0.75, 0.25)
+	loss, state := must(dlpack.New(dlpack.Float32, 1)), must(dlpack.New(dlpack.Float32, 1, 3))
+	err := ops.SoftCrossEntropyForward{X: x, Target: target, Loss: loss, State: state}.Run(nil)
+	if err == nil {
+		err = ops.SoftCrossEntropyBackward{X: x, Target: target, State: state,
+			DLoss: must(dlpack.FromSlice([]float32{1})), DX: x}.Run(nil)
+	}
+	show(err, x)
+	// Output: [0.131 -0.131]
+}
+
 // The log-probability of a token, and the entropy of its row, in one pass.
 func ExampleTokenStatisticsForward() {
 	x, index := rowsOf(2, 0, 0, 3, 1), must(dlpack.FromSlice([]int64{1, 0}))

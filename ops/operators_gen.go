@@ -1701,6 +1701,168 @@ func (o CrossEntropyBackward) Run(c *Call) error {
 	return a.cuda(c.orDefault(), k.device.ID)
 }
 
+// SoftCrossEntropyForward is the operator soft_cross_entropy_forward: Cross-entropy of logits and class
+// probabilities: loss[m] = sum(weight[c] * q[c] * (lse[m] - x[m, c])) with q = target[m] and lse the row's
+// log-sum-exp. A class of weight or q 0 counts for nothing, even if its logit is -inf. q may be any numbers:
+// neither their sign nor their sum is checked. With e = label_smoothing and C classes q is (1 - e) *
+// target[m] + e / C. z_loss adds z_loss * lse^2. With scale, softcap and temperature all is of z. loss is the
+// loss of each row, their sum, or their mean over the M rows, whatever their weights (NaN without rows). It
+// is divided by divisor, which must be NULL with reduction mean. state receives what backward reads of each
+// row: its maximum m, log(sum exp(x - m)), and sum(weight[c] * q[c]).
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type SoftCrossEntropyForward struct {
+	X       *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Target  *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
+	Weight  *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	Divisor *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	Loss    *dlpack.Tensor // M elements with reduction none, else one; float64 if x is, else float32
+	State   *dlpack.Tensor // (M, 3), contiguous; float64 if x is, else float32; or nil
+
+	Reduction      Reduction // how the rows' losses are reduced
+	LabelSmoothing float64   // the share of a row's target that is divided among all classes, 0 to 1
+	ZLoss          float64   // the factor of lse^2 in a row's loss, at least 0
+	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+	// temperature, and all else is of z; more than 0; 1 by default
+	Scale          Optional[float64]
+	Softcap        float64           // see scale; more than 0, or 0 for none
+	Temperature    Optional[float64] // see scale; more than 0; 1 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+}
+
+// softCrossEntropyForward is a SoftCrossEntropyForward whose operands have been checked.
+type softCrossEntropyForward struct {
+	X              kernels.Matrix
+	Target         kernels.Matrix
+	Weight         kernels.Vector
+	Divisor        kernels.Vector
+	Loss           kernels.Vector
+	State          kernels.Vector
+	Reduction      Reduction
+	LabelSmoothing float64
+	ZLoss          float64
+	Scale          float64
+	Softcap        float64
+	Temperature    float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o SoftCrossEntropyForward) Run(c *Call) error {
+	k := check{op: "soft_cross_entropy_forward"}
+	a := softCrossEntropyForward{
+		Reduction:      o.Reduction,
+		LabelSmoothing: o.LabelSmoothing,
+		ZLoss:          o.ZLoss,
+		Scale:          o.Scale.or(1),
+		Softcap:        o.Softcap,
+		Temperature:    o.Temperature.or(1),
+		Choice:         Choose(Auto, o.BatchInvariant),
+	}
+	k.reduction(o.Reduction)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Target = k.rowsLike("target", o.Target, typeCompanion.with(a.X.DType))
+	if o.Weight != nil {
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeColumns)
+	}
+	if o.Divisor != nil {
+		a.Divisor = k.vector("divisor", o.Divisor, typeStatistic.with(a.X.DType), &shapeOne)
+	}
+	a.Loss = k.vector("loss", o.Loss, typeStatistic.with(a.X.DType), &shapeReduced)
+	k.output()
+	if o.State != nil {
+		a.State = k.vector("state", o.State, typeStatistic.with(a.X.DType), &shapeRowStates)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// SoftCrossEntropyBackward is the operator soft_cross_entropy_backward: dx[c] = dloss * (sum(weight * q) *
+// softmax(x)[c] - weight[c] * q[c]) for each row, with z_loss, scale, softcap and temperature the gradient of
+// forward's loss. It is divided by M with reduction mean, with the others by divisor. state is forward's.
+// target gets no gradient.
+//
+// M and N are the rows and columns of x. A refused call writes nothing.
+type SoftCrossEntropyBackward struct {
+	X       *dlpack.Tensor // (M, N); float16, bfloat16 or float32, on the host also float64
+	Target  *dlpack.Tensor // (M, N); float64 if x is, else float16, bfloat16 or float32
+	Weight  *dlpack.Tensor // (N), contiguous; float64 if x is, else float16, bfloat16 or float32; or nil
+	DLoss   *dlpack.Tensor // M elements of any stride, or one for all rows; float64 if x is, else float32
+	State   *dlpack.Tensor // (M, 3), contiguous; float64 if x is, else float32
+	Divisor *dlpack.Tensor // one element; float64 if x is, else float32; or nil
+	DX      *dlpack.Tensor // (M, N); x's dtype; may be x if the dtypes agree
+
+	Reduction      Reduction // how the rows' losses are reduced
+	LabelSmoothing float64   // the share of a row's target that is divided among all classes, 0 to 1
+	ZLoss          float64   // the factor of lse^2 in a row's loss, at least 0
+	// x is mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap to scale * x /
+	// temperature, and all else is of z; more than 0; 1 by default
+	Scale          Optional[float64]
+	Softcap        float64           // see scale; more than 0, or 0 for none
+	Temperature    Optional[float64] // see scale; more than 0; 1 by default
+	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+}
+
+// softCrossEntropyBackward is a SoftCrossEntropyBackward whose operands have been checked.
+type softCrossEntropyBackward struct {
+	X              kernels.Matrix
+	Target         kernels.Matrix
+	Weight         kernels.Vector
+	DLoss          kernels.Vector
+	State          kernels.Vector
+	Divisor        kernels.Vector
+	DX             kernels.Matrix
+	Reduction      Reduction
+	LabelSmoothing float64
+	ZLoss          float64
+	Scale          float64
+	Softcap        float64
+	Temperature    float64
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o SoftCrossEntropyBackward) Run(c *Call) error {
+	k := check{op: "soft_cross_entropy_backward"}
+	a := softCrossEntropyBackward{
+		Reduction:      o.Reduction,
+		LabelSmoothing: o.LabelSmoothing,
+		ZLoss:          o.ZLoss,
+		Scale:          o.Scale.or(1),
+		Softcap:        o.Softcap,
+		Temperature:    o.Temperature.or(1),
+		Choice:         Choose(Auto, o.BatchInvariant),
+	}
+	k.reduction(o.Reduction)
+	a.X = k.rows("x", o.X, typeFloat.narrow)
+	a.Target = k.rowsLike("target", o.Target, typeCompanion.with(a.X.DType))
+	if o.Weight != nil {
+		a.Weight = k.vector("weight", o.Weight, typeCompanion.with(a.X.DType), &shapeColumns)
+	}
+	a.DLoss = k.vector("dloss", o.DLoss, typeStatistic.with(a.X.DType), &shapeUpstream)
+	a.State = k.vector("state", o.State, typeStatistic.with(a.X.DType), &shapeRowStates)
+	if o.Divisor != nil {
+		a.Divisor = k.vector("divisor", o.Divisor, typeStatistic.with(a.X.DType), &shapeOne)
+	}
+	a.DX = k.rowsLike("dx", o.DX, only(a.X.DType))
+	k.output("x")
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
 // TokenStatisticsForward is the operator token_statistics_forward: Statistics of each row z of logits with p
 // = softmax(z), in one pass: log_prob = log p[index], entropy = -sum p log p, log_sum_sq_probs = log sum p^2,
 // mean_logit = the mean of z, predicted = the first of the largest elements' columns, and is_top1 = whether

@@ -198,7 +198,8 @@ func (r *request) accumulatorBytes() int64 {
 // two sums.
 func (r *request) stateBytes() int64 {
 	switch {
-	case r.op == kernels.GeneralCrossEntropyForward, r.op == kernels.GeneralCrossEntropyForwardDX:
+	case r.op == kernels.GeneralCrossEntropyForward, r.op == kernels.GeneralCrossEntropyForwardDX,
+		r.op == kernels.SoftCrossEntropyForward:
 		return 16 // GeneralSum in cuda/general_cross_entropy.cuh
 	case r.op == kernels.TokenStatisticsForward:
 		return 16 // TokenSum in cuda/token_statistics.cuh
@@ -231,7 +232,8 @@ func (r *request) inputs() int64 {
 // onlyLosses tells whether an op writes nothing of the rows' size.
 func (r *request) onlyLosses() bool {
 	return r.op == kernels.CrossEntropyForward || r.op == kernels.GeneralCrossEntropyForward ||
-		r.op == kernels.TokenStatisticsForward || r.op == kernels.AllTokenStatisticsForward
+		r.op == kernels.TokenStatisticsForward || r.op == kernels.AllTokenStatisticsForward ||
+		r.op == kernels.SoftCrossEntropyForward
 }
 
 // lossesAndGradient tells whether an op computes both.

@@ -41,6 +41,7 @@ var rowOps = []kernels.Op{
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
 	kernels.GeneralCrossEntropyBackward, kernels.GLUForward, kernels.GLUBackward,
 	kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward, kernels.TokenStatisticsBackward,
+	kernels.SoftCrossEntropyForward, kernels.SoftCrossEntropyBackward,
 }
 
 var headOps = []kernels.Op{kernels.Rotate, kernels.QKNormRotate, kernels.QKNormRotateBackward}

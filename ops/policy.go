@@ -78,8 +78,11 @@ func (r *request) operator() policy.Operator {
 		return policy.TokenStatisticsForward
 	case kernels.AllTokenStatisticsForward:
 		return policy.AllTokenStatisticsForward
+	case kernels.SoftCrossEntropyForward:
+		return policy.SoftCrossEntropyForward
 	case kernels.CrossEntropyBackward, kernels.Rescale, kernels.GeneralCrossEntropyBackward,
-		kernels.TokenStatisticsBackward, kernels.GLUForward, kernels.GLUBackward:
+		kernels.TokenStatisticsBackward, kernels.SoftCrossEntropyBackward, kernels.GLUForward,
+		kernels.GLUBackward:
 		return policy.CrossEntropyBackward
 	case kernels.NormForward:
 		return policy.NormForward

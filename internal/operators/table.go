@@ -25,6 +25,8 @@ var (
 	divisor  = Operand{Name: "divisor", Shape: One, DType: Statistic, Optional: true}
 	upstream = Operand{Name: "upstream", Shape: One, DType: Statistic, Optional: true}
 	expected = Operand{Name: "upstream", Shape: One, DType: Statistic, Optional: true, Needs: "one_pass"}
+
+	probabilities = Operand{Name: "target", Shape: Rows, DType: Companion} // of classes, in place of one class
 )
 
 // Operands of the norms.
@@ -553,6 +555,58 @@ var Table = []Group{
 						Without: []string{"divisor", "one_pass", "slice", "reduction"}},
 					{Name: "cross_entropy_bwd_one_pass", Writes: into("dx"), Without: []string{"slice"},
 						Fixed: map[string]float64{"one_pass": 1}},
+				},
+			},
+		},
+	},
+	{
+		Name: "soft_cross_entropy", Type: "SoftCrossEntropy",
+		Options: slices.Concat([]Option{
+			{Name: "reduction", Type: Reduction, Torch: 1, Doc: "how the rows' losses are reduced"},
+			{Name: "label_smoothing", Type: Real,
+				Doc: "the share of a row's target that is divided among all classes, 0 to 1"},
+			{Name: "z_loss", Type: Real, Doc: "the factor of lse^2 in a row's loss, at least 0"},
+		}, mapping("x", 0), []Option{batchInvariant}),
+		Operators: []Operator{
+			{
+				Name: "forward", Owned: "gander_soft_cross_entropy", Refuses: true,
+				Doc: "Cross-entropy of logits and class probabilities: loss[m] = sum(weight[c] * q[c] * (lse[m] - " +
+					"x[m, c])) with q = target[m] and lse the row's log-sum-exp. A class of weight or q 0 counts for " +
+					"nothing, even if its logit is -inf. q may be any numbers: neither their sign nor their sum is " +
+					"checked. With e = label_smoothing and C classes q is (1 - e) * target[m] + e / C. z_loss adds " +
+					"z_loss * lse^2. With scale, softcap and temperature all is of z. loss is the loss of each row, their " +
+					"sum, or their mean over the M rows, whatever their weights (NaN without rows). It is divided by " +
+					"divisor, which must be NULL with reduction mean. state receives what backward reads of each row: its " +
+					"maximum m, log(sum exp(x - m)), and sum(weight[c] * q[c]).",
+				Operands: []Operand{
+					x,
+					probabilities,
+					classWeight, divisor,
+					{Name: "loss", Shape: Reduced, DType: Statistic, Output: true},
+					written(Operand{Name: "state", Shape: RowStates, DType: Statistic}),
+				},
+				Torch: []Torch{
+					{Name: "soft_cross_entropy", Results: []string{"loss", "state"}, OnDemand: []string{"state"},
+						Extra: []Option{inplaceBackward}, Backward: "soft_cross_entropy_bwd"},
+				},
+			},
+			{
+				Name: "backward", Owned: "gander_soft_cross_entropy_grad", Refuses: true,
+				Doc: "dx[c] = dloss * (sum(weight * q) * softmax(x)[c] - weight[c] * q[c]) for each row, with " +
+					"z_loss, scale, softcap and temperature the gradient of forward's loss. It is divided by M with " +
+					"reduction mean, with the others by divisor. state is forward's. target gets no gradient.",
+				Operands: []Operand{
+					x,
+					probabilities,
+					classWeight,
+					{Name: "dloss", Shape: Upstream, DType: Statistic, Gradient: "loss"},
+					{Name: "state", Shape: RowStates, DType: Statistic},
+					divisor,
+					{Name: "dx", Shape: Rows, DType: Same, Like: "x", Output: true, Over: []string{"x"}, Gradient: "x"},
+				},
+				Torch: []Torch{
+					{Name: "soft_cross_entropy_bwd", Results: []string{"dx"}},
+					{Name: "soft_cross_entropy_bwd_", Writes: []Written{{"x", "dx"}}},
 				},
 			},
 		},

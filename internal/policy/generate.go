@@ -17,7 +17,7 @@ var (
 		"CrossEntropyForward", "CrossEntropyForwardDX", "CrossEntropyBackward", "NormForward", "NormBackward",
 		"MaskedSoftmaxForward", "MaskedSoftmaxBackward", "GeneralCrossEntropyForward",
 		"GeneralCrossEntropyForwardDX", "TokenStatisticsForward", "AllTokenStatisticsForward",
-		"LayerNormForward", "LayerNormBackward",
+		"SoftCrossEntropyForward", "LayerNormForward", "LayerNormBackward",
 		"RMSNormResidualForward", "RMSNormResidualBackward",
 	}
 	typeIdentifiers   = []string{"kernels.Float16", "kernels.BFloat16", "kernels.Float32"}

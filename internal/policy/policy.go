@@ -40,7 +40,8 @@ const (
 	GeneralCrossEntropyForwardDX
 	TokenStatisticsForward // log-probability and entropy
 	AllTokenStatisticsForward
-	LayerNormForward // aligned, operands of one type, no residual; all others are norms with options
+	SoftCrossEntropyForward // with class probabilities
+	LayerNormForward        // aligned, operands of one type, no residual; all others are norms with options
 	LayerNormBackward
 	RMSNormResidualForward // the same with a residual, and no bias
 	RMSNormResidualBackward

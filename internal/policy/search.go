@@ -8,7 +8,7 @@ var kernelOps = []kernels.Op{
 	kernels.CrossEntropyBackward,
 	kernels.NormForward, kernels.NormBackward, kernels.MaskedSoftmaxForward, kernels.MaskedSoftmaxBackward,
 	kernels.GeneralCrossEntropyForward, kernels.GeneralCrossEntropyForwardDX,
-	kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward,
+	kernels.TokenStatisticsForward, kernels.AllTokenStatisticsForward, kernels.SoftCrossEntropyForward,
 	kernels.LayerNormForward, kernels.LayerNormBackward, kernels.RMSNormResidualForward,
 	kernels.RMSNormResidualBackward,
 }
@@ -101,7 +101,7 @@ func Candidates(op Operator, x kernels.DType, l Layout) (rows []Row) {
 		case shape == kernels.GridSharedMemory:
 			add(GridSharedMemory, func(r *Row) { r.Over, r.Below, r.Resident = 16383, Count{N: 17}, 2 })
 		case shape == kernels.Partial && (op == CrossEntropyForward || op == GeneralCrossEntropyForward ||
-			op == TokenStatisticsForward || op == AllTokenStatisticsForward):
+			op == TokenStatisticsForward || op == AllTokenStatisticsForward || op == SoftCrossEntropyForward):
 			perSM(1, 2, 4, 8, 16)(Stream)
 		case shape == kernels.Partial && !dw:
 			for _, n := range []int{1, 2, 4, 8, 16, 64} {

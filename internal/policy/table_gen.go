@@ -1137,6 +1137,22 @@ var list47 = []Row{
 }
 
 var list48 = []Row{
+	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 256, Vectors: 2},
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
+}
+
+var list49 = []Row{
+	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 1, Resident: 4},
+}
+
+var list50 = []Row{
+	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 1, Resident: 4},
+}
+
+var list51 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -1152,7 +1168,7 @@ var list48 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list49 = []Row{
+var list52 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 7, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
@@ -1173,7 +1189,7 @@ var list49 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list50 = []Row{
+var list53 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
 	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
@@ -1181,7 +1197,7 @@ var list50 = []Row{
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
-var list51 = []Row{
+var list54 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1207,7 +1223,7 @@ var list51 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var tables = [4][20][3][4][]Row{
+var tables = [4][21][3][4][]Row{
 	H100: {
 		SoftmaxForward: {
 			kernels.Float16:  {Aligned: list0, SameOffset: list2, MixedOffsets: list3},
@@ -1289,25 +1305,30 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
+		SoftCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.BFloat16: {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.Float32:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list48},
-			kernels.BFloat16: {Aligned: list48},
-			kernels.Float32:  {Aligned: list48},
-		},
-		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list49},
-			kernels.BFloat16: {Aligned: list49},
-			kernels.Float32:  {Aligned: list49},
-		},
-		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list50},
-			kernels.BFloat16: {Aligned: list50},
-			kernels.Float32:  {Aligned: list50},
-		},
-		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list51},
 			kernels.BFloat16: {Aligned: list51},
 			kernels.Float32:  {Aligned: list51},
+		},
+		LayerNormBackward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		RMSNormResidualForward: {
+			kernels.Float16:  {Aligned: list53},
+			kernels.BFloat16: {Aligned: list53},
+			kernels.Float32:  {Aligned: list53},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list54},
+			kernels.BFloat16: {Aligned: list54},
+			kernels.Float32:  {Aligned: list54},
 		},
 	},
 	H200: {
@@ -1391,25 +1412,30 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
+		SoftCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.BFloat16: {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.Float32:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list48},
-			kernels.BFloat16: {Aligned: list48},
-			kernels.Float32:  {Aligned: list48},
-		},
-		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list49},
-			kernels.BFloat16: {Aligned: list49},
-			kernels.Float32:  {Aligned: list49},
-		},
-		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list50},
-			kernels.BFloat16: {Aligned: list50},
-			kernels.Float32:  {Aligned: list50},
-		},
-		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list51},
 			kernels.BFloat16: {Aligned: list51},
 			kernels.Float32:  {Aligned: list51},
+		},
+		LayerNormBackward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		RMSNormResidualForward: {
+			kernels.Float16:  {Aligned: list53},
+			kernels.BFloat16: {Aligned: list53},
+			kernels.Float32:  {Aligned: list53},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list54},
+			kernels.BFloat16: {Aligned: list54},
+			kernels.Float32:  {Aligned: list54},
 		},
 	},
 	Other: {
@@ -1493,25 +1519,30 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
+		SoftCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.BFloat16: {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.Float32:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list48},
-			kernels.BFloat16: {Aligned: list48},
-			kernels.Float32:  {Aligned: list48},
-		},
-		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list49},
-			kernels.BFloat16: {Aligned: list49},
-			kernels.Float32:  {Aligned: list49},
-		},
-		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list50},
-			kernels.BFloat16: {Aligned: list50},
-			kernels.Float32:  {Aligned: list50},
-		},
-		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list51},
 			kernels.BFloat16: {Aligned: list51},
 			kernels.Float32:  {Aligned: list51},
+		},
+		LayerNormBackward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		RMSNormResidualForward: {
+			kernels.Float16:  {Aligned: list53},
+			kernels.BFloat16: {Aligned: list53},
+			kernels.Float32:  {Aligned: list53},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list54},
+			kernels.BFloat16: {Aligned: list54},
+			kernels.Float32:  {Aligned: list54},
 		},
 	},
 	OtherFast: {
@@ -1595,25 +1626,30 @@ var tables = [4][20][3][4][]Row{
 			kernels.BFloat16: {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 			kernels.Float32:  {Aligned: list43, SameOffset: list47, MixedOffsets: list47},
 		},
+		SoftCrossEntropyForward: {
+			kernels.Float16:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.BFloat16: {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+			kernels.Float32:  {Aligned: list48, SameOffset: list49, MixedOffsets: list49, MixedTypes: list50},
+		},
 		LayerNormForward: {
-			kernels.Float16:  {Aligned: list48},
-			kernels.BFloat16: {Aligned: list48},
-			kernels.Float32:  {Aligned: list48},
-		},
-		LayerNormBackward: {
-			kernels.Float16:  {Aligned: list49},
-			kernels.BFloat16: {Aligned: list49},
-			kernels.Float32:  {Aligned: list49},
-		},
-		RMSNormResidualForward: {
-			kernels.Float16:  {Aligned: list50},
-			kernels.BFloat16: {Aligned: list50},
-			kernels.Float32:  {Aligned: list50},
-		},
-		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list51},
 			kernels.BFloat16: {Aligned: list51},
 			kernels.Float32:  {Aligned: list51},
+		},
+		LayerNormBackward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		RMSNormResidualForward: {
+			kernels.Float16:  {Aligned: list53},
+			kernels.BFloat16: {Aligned: list53},
+			kernels.Float32:  {Aligned: list53},
+		},
+		RMSNormResidualBackward: {
+			kernels.Float16:  {Aligned: list54},
+			kernels.BFloat16: {Aligned: list54},
+			kernels.Float32:  {Aligned: list54},
 		},
 	},
 }

@@ -19,7 +19,7 @@ var (
 		"cross_entropy_forward", "cross_entropy_forward_dx", "cross_entropy_backward",
 		"norm_forward", "norm_backward", "masked_softmax_forward", "masked_softmax_backward",
 		"general_cross_entropy_forward", "general_cross_entropy_forward_dx",
-		"token_statistics_forward", "all_token_statistics_forward",
+		"token_statistics_forward", "all_token_statistics_forward", "soft_cross_entropy_forward",
 		"layernorm_forward", "layernorm_backward", "rmsnorm_residual_forward", "rmsnorm_residual_backward",
 	}
 	TypeNames   = []string{"float16", "bfloat16", "float32"}

@@ -176,6 +176,11 @@ func (crossEntropyForward[T]) run(c *call[T]) {
 	} else {
 		c.runRows()
 	}
+	c.writeTotal()
+}
+
+// writeTotal writes the sum or mean of the rows' losses, and the denominator of a mean.
+func (c *call[T]) writeTotal() {
 	loss, weight := c.totals()
 	switch c.ce.Reduction {
 	case kernels.ReduceSum:

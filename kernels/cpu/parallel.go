@@ -44,7 +44,8 @@ type more struct {
 	glu    *kernels.GLU
 	rotary *kernels.Rotary
 	qkNorm *kernels.QKNormRotary
-	tokens *kernels.TokenStatistics // with ce, its CrossEntropy
+	tokens *kernels.TokenStatistics  // with ce, its CrossEntropy
+	soft   *kernels.SoftCrossEntropy // likewise
 }
 
 func bytesOf(all ...*kernels.Matrix) int {
@@ -85,6 +86,7 @@ type plan struct {
 	recent    int  // numbers that a worker sums over some rows, in T
 	perTask   int  // numbers that each task sums
 	tokens    bool // the first pass has a tokenPartial for each block
+	soft      bool // the first pass has a softPartial for each block
 	raw       bool // rows are processed as they lie in memory, without a conversion to T
 }
 
@@ -97,13 +99,14 @@ type step[T float] interface {
 // allocate nothing.
 type call[T float] struct {
 	operands
-	norm       kernels.Norm            // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
-	ce         kernels.CrossEntropy    // its X and DX are unused likewise
-	masked     kernels.MaskedSoftmax   // its matrices are unused likewise
-	glu        kernels.GLU             // of its matrices only DUp is used
-	rotary     kernels.Rotary          // x stands for all its heads
-	qkNorm     kernels.QKNormRotary    // its Rotary is unused
-	tokens     kernels.TokenStatistics // its CrossEntropy is unused: ce takes its place
+	norm       kernels.Norm             // its X, Y, DOut and DX are unused: x, y, dy and dx take their place
+	ce         kernels.CrossEntropy     // its X and DX are unused likewise
+	masked     kernels.MaskedSoftmax    // its matrices are unused likewise
+	glu        kernels.GLU              // of its matrices only DUp is used
+	rotary     kernels.Rotary           // x stands for all its heads
+	qkNorm     kernels.QKNormRotary     // its Rotary is unused
+	tokens     kernels.TokenStatistics  // its CrossEntropy is unused: ce takes its place
+	soft       kernels.SoftCrossEntropy // likewise, and its Probabilities: y takes their place
 	plan       plan
 	funcs      *rowFuncs[T]
 	op         op[T]
@@ -135,6 +138,7 @@ type call[T float] struct {
 	splitPartials []partial      // of all rows, with plan.splitRows
 	splitStats    []rowStats     // of all rows, with plan.splitRows
 	splitTokens   []tokenPartial // the same with plan.tokens
+	splitSoft     []softPartial  // the same with plan.soft
 	taskSums      []float64      // of all tasks, with plan.perTask
 	sums          []float64      // plan.sums rows, each of dw's and then db's partial sums
 
@@ -153,6 +157,7 @@ type worker[T float] struct {
 	rounded     []T            // two blocks: one for roundTo, one for an intermediate result
 	partials    []partial      // of the current row, or of plan.together rows of one block
 	blockTokens []tokenPartial // of the current row, with plan.tokens
+	blockSoft   []softPartial  // of the current row, with plan.soft
 	dw, db      []float64      // sums over rows from column sumFrom on, nil for absent ones
 	sumFrom     int            // column
 	columns     []float64      // memory for dw and db, see plan.columns
@@ -221,6 +226,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 		c.tokens = *m.tokens
 		c.tokens.CrossEntropy = kernels.CrossEntropy{}
 	}
+	if m.soft != nil {
+		c.soft = kernels.SoftCrossEntropy{TargetWeight: m.soft.TargetWeight}
+	}
 	c.work = bytes
 	if o.exponentials {
 		c.work += int(o.x.Rows*o.x.Cols) * e.funcs.exponential
@@ -249,6 +257,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	if m.tokens != nil {
 		c.tokens = kernels.TokenStatistics{}
+	}
+	if m.soft != nil {
+		c.soft = kernels.SoftCrossEntropy{}
 	}
 	if m.rotary != nil || m.qkNorm != nil {
 		c.rotary, c.qkNorm = kernels.Rotary{}, kernels.QKNormRotary{}
@@ -311,6 +322,9 @@ func (c *call[T]) layOut(memory []byte) int {
 	if c.plan.tokens {
 		c.splitTokens = take[tokenPartial](&a, splitRows*c.blocks)
 	}
+	if c.plan.soft {
+		c.splitSoft = take[softPartial](&a, splitRows*c.blocks)
+	}
 	c.weight.values, c.bias.values = take[T](&a, c.plan.weights), take[T](&a, c.plan.biases)
 	c.taskSums = take[float64](&a, c.plan.perTask*c.plan.tasks)
 	c.sums = take[float64](&a, c.plan.sums*c.plan.vectors*c.cols)
@@ -332,9 +346,12 @@ func (c *call[T]) layOut(memory []byte) int {
 			w.rounded = take[T](&a, 2*c.blockRoom)
 		}
 		w.partials = take[partial](&a, max(blocks, c.plan.together))
-		w.blockTokens = nil
+		w.blockTokens, w.blockSoft = nil, nil
 		if c.plan.tokens {
 			w.blockTokens = take[tokenPartial](&a, blocks)
+		}
+		if c.plan.soft {
+			w.blockSoft = take[softPartial](&a, blocks)
 		}
 		w.columns = take[float64](&a, c.plan.columns)
 		w.recent = take[T](&a, c.plan.recent)

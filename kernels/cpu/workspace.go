@@ -41,7 +41,7 @@ type arena struct {
 }
 
 // take returns n uninitialized elements, or nil if the arena is too small.
-func take[E float | partial | rowStats | tokenPartial](a *arena, n int) []E {
+func take[E float | partial | rowStats | tokenPartial | softPartial](a *arena, n int) []E {
 	var e E
 	from := a.used
 	a.used += (n*int(unsafe.Sizeof(e)) + cacheLine - 1) &^ (cacheLine - 1)

@@ -596,8 +596,34 @@ __device__ __forceinline__ void prefetch_later_part(const typename Op::Args& arg
   const int64_t count = rows_per_cta == 1 ? min(chunk, r.n - first) : min(rows_per_cta, r.m - row) * r.n;
   if ((rows_per_cta == 1 || r.a_stride == r.n) && !Op::skips(args, row))
     prefetch_l2(static_cast<const T*>(r.a) + row * r.a_stride + first, count * sizeof(T));
+  if constexpr (Op::kInputs > 1) {
+    if (rows_per_cta == 1 || r.b_stride == r.n)
+      prefetch_l2(advance(r.b, r.b_type, row * r.b_stride + first), count * type_size(r.b_type));
+  }
 #endif
 }
+
+// V vectors of an operator's second input, if it has one. In unaligned kernels that may have any float type.
+template <class Op, int V, bool Unaligned>
+struct SecondInput {
+  using T = typename Op::T;
+  static constexpr int E = kElements<T>;
+  static constexpr bool kExists = Op::kInputs > 1;
+  uint4 raw[kExists && !Unaligned ? V : 1];
+  float floats[kExists && Unaligned ? V : 1][E];
+  __device__ __forceinline__ void load(const RowView<T>& p, int e, int step, const Bounds& s) {
+    if constexpr (kExists && Unaligned) {
+#pragma unroll
+      for (int i = 0; i < V; i++) load_floats<true>(p.b, p.b_type, e + i * step, s, floats[i]);
+    } else if constexpr (kExists) {
+      gander::load<false, false>(static_cast<const T*>(p.b), e, step, s, zero_vector(), raw);
+    }
+  }
+  __device__ __forceinline__ void get(int i, float (&f)[E]) const {
+    if constexpr (kExists && Unaligned) memcpy(f, floats[i], sizeof(f));
+    else if constexpr (kExists) unpack(T(), raw[i], f);
+  }
+};
 
 // Maps rows whose statistics are known: nothing is reduced.
 template <class Op, int V, bool Unaligned>
@@ -617,21 +643,25 @@ __device__ __forceinline__ void map_part(const typename Op::Args& args, unsigned
   const int step = thread.threads * E;
   int e = thread.lane * E;
   uint4 v[V];
+  SecondInput<Op, V, Unaligned> second;
   load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
+  second.load(p, e, step, load_bounds);
   Op::resolve_scalars(args, row, sc, false);
   while (true) {
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const int at = e + i * step;
       if (at >= p.bounds.hi) break;
-      float x[E], out[E];
+      float x[E], other[E], out[E];
       unpack(T(), v[i], x);
-      Op::template map<Unaligned, false>(args, sc, x, x, p, at, out);
+      second.get(i, other);
+      Op::template map<Unaligned, false>(args, sc, x, Op::kInputs > 1 ? other : x, p, at, out);
       store<Unaligned>(y, at, p.bounds, out);
     }
     e += V * step;
     if (e >= p.bounds.hi) break;
     load<Unaligned, false>(p.a, e, step, load_bounds, Op::fill(), v);
+    second.load(p, e, step, load_bounds);
   }
 }
 

@@ -188,6 +188,18 @@ __device__ __forceinline__ void load_class_weights(const CrossEntropyArgs& a, co
   for (int j = 0; j < E; j++) w[j] = e + j >= p.bounds.lo && e + j < p.bounds.hi ? 1.f : 0.f;
 }
 
+// What GeneralSum has as w: the class weights, with label smoothing.
+struct SmoothedClasses {
+  __device__ __forceinline__ static bool are_summed(const GeneralCrossEntropyArgs& a) {
+    return a.label_smoothing != 0.f;
+  }
+  template <class Tile, int E, class View>
+  __device__ __forceinline__ static void load(const GeneralCrossEntropyArgs& a, const Tile&, int,
+                                              const View& p, int e, float (&w)[E]) {
+    load_class_weights<Tile::kUnaligned>(a, p, e, w);
+  }
+};
+
 // Whether a row is ignored because its target's class has weight 0, which neither smoothing nor the z-loss
 // has.
 __device__ __forceinline__ bool counts_for_nothing(const GeneralCrossEntropyArgs& a, const Label& label) {
@@ -277,8 +289,8 @@ struct GeneralGradient {
   }
 };
 
-template <class T_, bool Gradient>
-struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, Gradient>> {
+template <class T_, bool Gradient, class Classes = SmoothedClasses>
+struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, Gradient, Classes>> {
   using T = T_;
   using State = GeneralSum<T>;
   using Args = GeneralCrossEntropyArgs;
@@ -346,7 +358,7 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
           count += has_max ? 1.f : 0.f;
         }
         st.others += sum, ones += count;
-        if (a.label_smoothing != 0.f) add_depth<Tile::kUnaligned>(a, st, p, e + i * step, z, r);
+        if (Classes::are_summed(a)) add_depth(a, st, tile, i, p, e + i * step, z, r);
       }
     }
     if (st.m > -kInfinity) st.others += ones - (adds_max ? 1.f : 0.f);
@@ -377,11 +389,11 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
         if (has_max) count++;
       }
       st.others += sum;
-      if (a.label_smoothing != 0.f) {
+      if (Classes::are_summed(a)) {
         float mapped[E];
 #pragma unroll
         for (int j = 0; j < E; j++) mapped[j] = z.z(a, j);
-        add_depth<Tile::kUnaligned>(a, st, p, first, mapped, r);
+        add_depth(a, st, tile, i, p, first, mapped, r);
       }
     }
     ones = static_cast<float>(count);
@@ -399,11 +411,11 @@ struct GeneralCrossEntropyForward : RowOperator<GeneralCrossEntropyForward<T_, G
     }
     return any ? MappedLogit<T>(a, high).value : -kInfinity;
   }
-  template <bool Unaligned, int E, class View>
-  __device__ __forceinline__ static void add_depth(const Args& a, State& st, const View& p, int e,
-                                                   const float (&z)[E], float r) {
+  template <class Tile, int E, class View>
+  __device__ __forceinline__ static void add_depth(const Args& a, State& st, const Tile& tile, int i,
+                                                   const View& p, int e, const float (&z)[E], float r) {
     float w[E], depth = 0.f, weight = 0.f;
-    load_class_weights<Unaligned>(a, p, e, w);
+    Classes::load(a, tile, i, p, e, w);
 #pragma unroll
     for (int j = 0; j < E; j++) {
       depth += w[j] == 0.f ? 0.f : w[j] * (r - z[j]);  // a class of weight 0 may be at -inf

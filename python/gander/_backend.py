@@ -45,6 +45,9 @@ class Backend(Operators, Protocol):
     def is_ours(self, x: Any, other: Any) -> bool:
         """Whether another argument is of x's library."""
 
+    def is_floating(self, x: Any) -> bool:
+        """Whether an argument is an array of floating numbers."""
+
     def check_targets(self, classes: int, target: Any, ignore_index: int, name: str = "target") -> None:
         """Raises IndexError if an element of target is neither a class nor ignore_index."""
 

@@ -71,6 +71,10 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
     def losses(x, target):
         return -log_softmax(x)[list(range(len(x))), target]
 
+    def halves(x):
+        """A half for each positive logit."""
+        return cast(x > 0, xp, str(x.dtype).rpartition(".")[2]) / 2
+
     def entropies(x, target):
         total = xp.exp(x).sum(-1)
         return xp.log(total) - (x * xp.exp(x)).sum(-1) / total
@@ -122,6 +126,11 @@ def cases(xp: Any) -> dict[str, tuple[str, Any, Any]]:
         "entropy of tokens": ("x target", of_tokens("entropy"), entropies),
         "logsumexp": ("x", gander.logsumexp, lambda x: xp.log(xp.exp(x).sum(-1))),
         "cross_entropy": ("x target", partial(gander.cross_entropy, reduction="none"), losses),
+        "soft cross_entropy": (
+            "x",
+            lambda x: gander.cross_entropy(x, halves(x), reduction="none"),
+            lambda x: -(log_softmax(x) * halves(x)).sum(-1),
+        ),
         "cross_entropy, mean": ("x target", gander.cross_entropy, lambda *given: losses(*given).mean()),
     } | (linear if xp.__name__ == "torch" else {})
 

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._functions.arguments import code_of, loss_options, overridden
+from ._functions.probabilities import refuse_probabilities
 from ._table import REDUCTIONS, Reduction
+from ._torch import backend
 from ._torch.dtensor import is_dtensor
 from ._torch.refusals import refuse_gradients
 from ._torch.sharded_cross_entropy import of_slices
@@ -109,6 +111,7 @@ def cross_entropy(
             )
         if error := unusable(name, value):
             raise error
+    refuse_probabilities(backend, x, target)
     ignore_index = _integer("ignore_index", ignore_index)
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")

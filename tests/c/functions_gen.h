@@ -528,6 +528,74 @@ static inline int32_t call_cross_entropy_grad(const arguments* a) {
       a->operands[0], a->operands[1], a->operands[3], a->operands[4], &o, a->stream, a->outputs[0]);
 }
 
+static const gander_soft_cross_entropy_forward_options bad_soft_cross_entropy_forward = {
+    .size = sizeof bad_soft_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .reduction = 99, .scale = 1,
+    .temperature = 1};
+
+static const gander_soft_cross_entropy_forward_options set_soft_cross_entropy_forward = {
+    .size = sizeof set_soft_cross_entropy_forward, .magic = GANDER_OPTIONS_MAGIC, .reduction = 1, .scale = 1,
+    .temperature = 1, .batch_invariant = 1};
+
+static inline int32_t call_soft_cross_entropy_forward(const arguments* a) {
+  gander_soft_cross_entropy_forward_options o = GANDER_SOFT_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_soft_cross_entropy_forward_options*)a->options;
+  o.weight = borrowed(a, 2);
+  o.divisor = borrowed(a, 3);
+  o.state = borrowed(a, 5);
+  return gander_soft_cross_entropy_forward(borrowed(a, 0), borrowed(a, 1), borrowed(a, 4), &o, a->stream);
+}
+
+static const gander_soft_cross_entropy_options bad_soft_cross_entropy = {
+    .size = sizeof bad_soft_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .reduction = 99, .scale = 1,
+    .temperature = 1};
+
+static const gander_soft_cross_entropy_options set_soft_cross_entropy = {
+    .size = sizeof set_soft_cross_entropy, .magic = GANDER_OPTIONS_MAGIC, .reduction = 1, .scale = 1,
+    .temperature = 1, .batch_invariant = 1};
+
+static inline int32_t call_soft_cross_entropy(const arguments* a) {
+  gander_soft_cross_entropy_options o = GANDER_SOFT_CROSS_ENTROPY_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_soft_cross_entropy_options*)a->options;
+  o.weight = a->operands[2];
+  o.divisor = a->operands[3];
+  o.state = a->outputs[1];
+  return gander_soft_cross_entropy(a->operands[0], a->operands[1], &o, a->stream, a->outputs[0]);
+}
+
+static const gander_soft_cross_entropy_backward_options bad_soft_cross_entropy_backward = {
+    .size = sizeof bad_soft_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .reduction = 99, .scale =
+    1, .temperature = 1};
+
+static const gander_soft_cross_entropy_backward_options set_soft_cross_entropy_backward = {
+    .size = sizeof set_soft_cross_entropy_backward, .magic = GANDER_OPTIONS_MAGIC, .reduction = 1, .scale = 1,
+    .temperature = 1, .batch_invariant = 1};
+
+static inline int32_t call_soft_cross_entropy_backward(const arguments* a) {
+  gander_soft_cross_entropy_backward_options o = GANDER_SOFT_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_soft_cross_entropy_backward_options*)a->options;
+  o.weight = borrowed(a, 2);
+  o.divisor = borrowed(a, 5);
+  return gander_soft_cross_entropy_backward(
+      borrowed(a, 0), borrowed(a, 1), borrowed(a, 3), borrowed(a, 4), borrowed(a, 6), &o, a->stream);
+}
+
+static const gander_soft_cross_entropy_grad_options bad_soft_cross_entropy_grad = {
+    .size = sizeof bad_soft_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .reduction = 99, .scale = 1,
+    .temperature = 1};
+
+static const gander_soft_cross_entropy_grad_options set_soft_cross_entropy_grad = {
+    .size = sizeof set_soft_cross_entropy_grad, .magic = GANDER_OPTIONS_MAGIC, .reduction = 1, .scale = 1,
+    .temperature = 1, .batch_invariant = 1};
+
+static inline int32_t call_soft_cross_entropy_grad(const arguments* a) {
+  gander_soft_cross_entropy_grad_options o = GANDER_SOFT_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS;
+  if (a->options) o = *(const gander_soft_cross_entropy_grad_options*)a->options;
+  o.weight = a->operands[2];
+  o.divisor = a->operands[5];
+  return gander_soft_cross_entropy_grad(
+      a->operands[0], a->operands[1], a->operands[3], a->operands[4], &o, a->stream, a->outputs[0]);
+}
+
 static const gander_token_statistics_forward_options set_token_statistics_forward = {
     .size = sizeof set_token_statistics_forward, .magic = GANDER_OPTIONS_MAGIC, .ignore_index = -100, .scale =
     1, .temperature = 1, .batch_invariant = 1};
@@ -762,6 +830,17 @@ static const function functions[] = {
     {"gander_cross_entropy_grad", call_cross_entropy_grad, "mtnsr---", "ppoppooop", 1,
      &bad_cross_entropy_grad, &set_cross_entropy_grad, {"x", "target", "weight", "dloss", "lse", "divisor",
      "upstream", "denominator"}},
+    {"gander_soft_cross_entropy_forward", call_soft_cross_entropy_forward, "mmn-rg", "ppoopo", 0,
+     &bad_soft_cross_entropy_forward, &set_soft_cross_entropy_forward, {"x", "target", "weight", "divisor",
+     "loss", "state"}},
+    {"gander_soft_cross_entropy", call_soft_cross_entropy, "mmn-", "ppoopo", 2,
+     &bad_soft_cross_entropy, &set_soft_cross_entropy, {"x", "target", "weight", "divisor"}},
+    {"gander_soft_cross_entropy_backward", call_soft_cross_entropy_backward, "mmnsg-m", "ppoppop", 0,
+     &bad_soft_cross_entropy_backward, &set_soft_cross_entropy_backward, {"x", "target", "weight", "dloss",
+     "state", "divisor", "dx"}},
+    {"gander_soft_cross_entropy_grad", call_soft_cross_entropy_grad, "mmnsg-", "ppoppop", 1,
+     &bad_soft_cross_entropy_grad, &set_soft_cross_entropy_grad, {"x", "target", "weight", "dloss", "state",
+     "divisor"}},
     {"gander_token_statistics_forward", call_token_statistics_forward, "mttrrrrolg", "ppoooooooo", 0,
      NULL, &set_token_statistics_forward, {"logits", "index", "row_mask", "log_prob", "entropy",
      "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state"}},

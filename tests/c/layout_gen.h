@@ -21,6 +21,8 @@
   S(gander_layernorm_backward_options, 64, GANDER_LAYERNORM_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_forward_options, 136, GANDER_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_backward_options, 128, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
+  S(gander_soft_cross_entropy_forward_options, 96, GANDER_SOFT_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_soft_cross_entropy_backward_options, 88, GANDER_SOFT_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_forward_options, 120, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_backward_options, 88, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_combine_options, 88, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS) \
@@ -47,6 +49,8 @@
   S(gander_layernorm_grad_options, 88, GANDER_LAYERNORM_GRAD_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_options, 136, GANDER_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_cross_entropy_grad_options, 128, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
+  S(gander_soft_cross_entropy_options, 96, GANDER_SOFT_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
+  S(gander_soft_cross_entropy_grad_options, 88, GANDER_SOFT_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_options, 120, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_grad_options, 88, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_options, 88, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
@@ -233,6 +237,29 @@
   F(gander_cross_entropy_backward_options, scale, 104) \
   F(gander_cross_entropy_backward_options, softcap, 112) \
   F(gander_cross_entropy_backward_options, temperature, 120) \
+  F(gander_soft_cross_entropy_forward_options, size, 0) F(gander_soft_cross_entropy_forward_options, magic, 4) \
+  F(gander_soft_cross_entropy_forward_options, allocator, 8) \
+  F(gander_soft_cross_entropy_forward_options, weight, 16) \
+  F(gander_soft_cross_entropy_forward_options, divisor, 24) \
+  F(gander_soft_cross_entropy_forward_options, state, 32) \
+  F(gander_soft_cross_entropy_forward_options, reduction, 40) \
+  F(gander_soft_cross_entropy_forward_options, label_smoothing, 48) \
+  F(gander_soft_cross_entropy_forward_options, z_loss, 56) \
+  F(gander_soft_cross_entropy_forward_options, scale, 64) \
+  F(gander_soft_cross_entropy_forward_options, softcap, 72) \
+  F(gander_soft_cross_entropy_forward_options, temperature, 80) \
+  F(gander_soft_cross_entropy_forward_options, batch_invariant, 88) \
+  F(gander_soft_cross_entropy_backward_options, size, 0) F(gander_soft_cross_entropy_backward_options, magic, 4) \
+  F(gander_soft_cross_entropy_backward_options, allocator, 8) \
+  F(gander_soft_cross_entropy_backward_options, weight, 16) \
+  F(gander_soft_cross_entropy_backward_options, divisor, 24) \
+  F(gander_soft_cross_entropy_backward_options, reduction, 32) \
+  F(gander_soft_cross_entropy_backward_options, label_smoothing, 40) \
+  F(gander_soft_cross_entropy_backward_options, z_loss, 48) \
+  F(gander_soft_cross_entropy_backward_options, scale, 56) \
+  F(gander_soft_cross_entropy_backward_options, softcap, 64) \
+  F(gander_soft_cross_entropy_backward_options, temperature, 72) \
+  F(gander_soft_cross_entropy_backward_options, batch_invariant, 80) \
   F(gander_token_statistics_forward_options, size, 0) F(gander_token_statistics_forward_options, magic, 4) \
   F(gander_token_statistics_forward_options, allocator, 8) \
   F(gander_token_statistics_forward_options, row_mask, 16) \
@@ -470,6 +497,29 @@
   F(gander_cross_entropy_grad_options, scale, 104) \
   F(gander_cross_entropy_grad_options, softcap, 112) \
   F(gander_cross_entropy_grad_options, temperature, 120) \
+  F(gander_soft_cross_entropy_options, size, 0) F(gander_soft_cross_entropy_options, magic, 4) \
+  F(gander_soft_cross_entropy_options, allocator, 8) \
+  F(gander_soft_cross_entropy_options, weight, 16) \
+  F(gander_soft_cross_entropy_options, divisor, 24) \
+  F(gander_soft_cross_entropy_options, state, 32) \
+  F(gander_soft_cross_entropy_options, reduction, 40) \
+  F(gander_soft_cross_entropy_options, label_smoothing, 48) \
+  F(gander_soft_cross_entropy_options, z_loss, 56) \
+  F(gander_soft_cross_entropy_options, scale, 64) \
+  F(gander_soft_cross_entropy_options, softcap, 72) \
+  F(gander_soft_cross_entropy_options, temperature, 80) \
+  F(gander_soft_cross_entropy_options, batch_invariant, 88) \
+  F(gander_soft_cross_entropy_grad_options, size, 0) F(gander_soft_cross_entropy_grad_options, magic, 4) \
+  F(gander_soft_cross_entropy_grad_options, allocator, 8) \
+  F(gander_soft_cross_entropy_grad_options, weight, 16) \
+  F(gander_soft_cross_entropy_grad_options, divisor, 24) \
+  F(gander_soft_cross_entropy_grad_options, reduction, 32) \
+  F(gander_soft_cross_entropy_grad_options, label_smoothing, 40) \
+  F(gander_soft_cross_entropy_grad_options, z_loss, 48) \
+  F(gander_soft_cross_entropy_grad_options, scale, 56) \
+  F(gander_soft_cross_entropy_grad_options, softcap, 64) \
+  F(gander_soft_cross_entropy_grad_options, temperature, 72) \
+  F(gander_soft_cross_entropy_grad_options, batch_invariant, 80) \
   F(gander_token_statistics_options, size, 0) F(gander_token_statistics_options, magic, 4) \
   F(gander_token_statistics_options, allocator, 8) \
   F(gander_token_statistics_options, row_mask, 16) \

@@ -21,6 +21,7 @@ STATISTICS = ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "state", 
 DTYPES |= dict.fromkeys(STATISTICS, "float32")
 PER_ROW, PER_COLUMN = ("mean", "rstd", "rnorm", "loss", "dloss", "dlse"), ("weight", "bias", "dw", "db")
 PER_ROW += ("index", "row_mask", "is_top1", "predicted", *STATISTICS[:4], *STATISTICS[5:])
+OPERANDS = {"probabilities": "target"}  # names of inputs that are not those of the operands
 
 
 class Rows:
@@ -57,11 +58,15 @@ class Rows:
             return 0.5 + 0.1 * np.abs(values)
         if name in PER_COLUMN:
             return 1 + 0.5 * values
-        return {"y": np.abs(values) / self.n**0.5, "mask": values > -1}.get(name, 2 * values)
+        small = {"y": np.abs(values) / self.n**0.5, "probabilities": np.abs(values) / self.n}
+        return {**small, "mask": values > -1}.get(name, 2 * values)
 
     def inputs(self, names, **dtypes):
         dtypes = DTYPES | dtypes
-        return {name: (dtypes.get(name, self.dtype), self._input(name)) for name in names.split()}
+        return {
+            OPERANDS.get(name, name): (dtypes.get(name, self.dtype), self._input(name))
+            for name in names.split()
+        }
 
     def outputs(self, names, **dtypes):
         dtypes = DTYPES | dtypes
@@ -106,6 +111,18 @@ CALLS = {
         "token_statistics_backward",
         "logits index row_mask state dlog_prob dentropy",
         "dlogits",
+        {"softcap": 3.0},
+    ),
+    "soft_cross_entropy_forward": (
+        "soft_cross_entropy_forward",
+        "x probabilities weight",
+        "loss state",
+        SMOOTHED,
+    ),
+    "soft_cross_entropy_backward": (
+        "soft_cross_entropy_backward",
+        "x probabilities dloss state",
+        "dx",
         {"softcap": 3.0},
     ),
     "glu_forward": ("glu_forward", "gate up", "y", {}),
@@ -636,6 +653,53 @@ def test_unaligned_rows_have_the_same_bits_wherever_they_begin(dtype, op):
                 np.testing.assert_array_equal(values, every[0][result], result)
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
+@pytest.mark.parametrize("more", [{}, *EACH_OPTION])
+def test_soft_cross_entropy(dtype, vectors, suffix, more):
+    """Certain rows and targets, all kinds of infinities, several classes with the maximum, other types."""
+    rows = Rows(8, length(vectors, dtype, suffix), dtype)
+    x, q, last = rows.values(rows.m, rows.n).copy(), np.abs(rows.values(rows.m, rows.n)), rows.n - 1
+    q /= q.sum(-1, keepdims=True)
+    q[1] = np.arange(rows.n) == last // 2  # one class
+    x[1, last // 2] = 30
+    x[2, :last], q[2] = -np.inf, np.arange(rows.n) == last  # one class that can be
+    x[3, last] = -np.inf  # a class of a probability that cannot be
+    x[4, 0] = np.inf
+    x[5] = -np.inf
+    x[6, [0, last // 2, last]] = 8
+    q[7] -= 1 / rows.n  # no probabilities
+    weight = np.abs(rows.values(rows.n)) + 0.5
+    options = {"layout": LAYOUTS[suffix], **more}
+    capped, smoothed = "softcap" in more, "label_smoothing" in more
+    for other, extra in (dtype, {}), (OTHER[dtype], {"weight": ("float32", weight)}):
+        inputs = {"x": (dtype, x), "target": (other, q)} | extra
+        made = check("soft_cross_entropy_forward", inputs, rows.outputs("loss state"), **options)
+        loss = made["loss"]
+        assert np.isfinite(loss[[0, 1, 6, 7]]).all()
+        if capped:
+            assert np.isfinite(loss).all()
+        else:
+            assert np.isnan(loss[[4, 5]]).all() and loss[3] == np.inf
+            assert loss[2] == np.inf if smoothed else np.isfinite(loss[2])
+        saved = {"state": ("float32", made["state"])} | rows.inputs("dloss")
+        check("soft_cross_entropy_backward", inputs | saved, rows.outputs("dx"), **options)
+
+
+@pytest.mark.parametrize("m", [5, 40])
+@pytest.mark.parametrize("vectors", [30, 2600])
+def test_soft_cross_entropy_of_all_rows(dtype, vectors, m):
+    rows = Rows(m, length(vectors, dtype, ""), dtype)
+    inputs, loss = rows.inputs("x probabilities"), {"loss": ("float32", (1,))}
+    divisor = {"divisor": ("float32", np.array([3.0]))}
+    dloss = {"dloss": ("float32", np.array([0.5]))}
+    for reduction, given in (1, {}), (2, {}), (2, divisor):
+        outputs = loss | rows.outputs("state")
+        made = check("soft_cross_entropy_forward", inputs | given, outputs, reduction=reduction)
+        saved = {"state": ("float32", made["state"])} | dloss
+        check("soft_cross_entropy_backward", inputs | given | saved, rows.outputs("dx"), reduction=reduction)
+
+
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("vectors", (33, 180, 256, 600, 2600))  # kernels that keep exponentials, and others
 @pytest.mark.parametrize("more", [{}, *EACH_OPTION[::2]])
@@ -789,6 +853,7 @@ IN_PLACE = (
     ("layernorm_backward", "dx", "dout"),
     ("cross_entropy_forward_dx", "dx", "x"),
     ("token_statistics_backward", "dlogits", "logits"),
+    ("soft_cross_entropy_backward", "dx", "x"),
     ("cross_entropy_backward", "dx", "x"),
 )
 
@@ -818,6 +883,7 @@ def test_layernorm_in_place(dtype, suffix):
 INVARIANT = (
     *("softmax_forward", "softmax_backward", "rmsnorm_forward", "rmsnorm_backward_dx"),
     *("token_statistics_forward", "all_token_statistics_forward", "token_statistics_backward"),
+    *("soft_cross_entropy_forward", "soft_cross_entropy_backward"),
     "rmsnorm_residual_forward",
 )
 

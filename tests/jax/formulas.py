@@ -53,6 +53,15 @@ def _tokens(z):
     return jnp.where(TOKENS > 1, log_prob, 0), jnp.where(TOKENS > 1, entropy, 0)
 
 
+PROBABILITIES = np.arange(66, dtype=np.float32).reshape(2, 3, 11) % 7 / 33
+
+
+def of_probabilities(z, target, weight=1.0, smoothing=0.0):
+    """The cross-entropy of each row."""
+    target = (1 - smoothing) * target.astype(z.dtype) + smoothing / z.shape[-1]
+    return -(weight * target * jax.nn.log_softmax(z, -1)).sum(-1)
+
+
 ROWS, COLUMNS, HEADS = (2, 3, 11), (11,), (3, 11)
 CASES = {
     "softmax": Case(gj.softmax, jax.nn.softmax, (ROWS,)),
@@ -79,6 +88,13 @@ CASES = {
     "token_statistics": Case(
         lambda x: tuple(gj.token_statistics(x, TOKENS, temperature=0.7, where=TOKENS > 1)),
         lambda x: _tokens(x / 0.7),
+        (ROWS,),
+    ),
+    "cross_entropy of probabilities": Case(
+        lambda x: gj.cross_entropy(
+            x, PROBABILITIES.astype(x.dtype), reduction="none", temperature=0.7, label_smoothing=0.1
+        ),
+        lambda x: of_probabilities(x / 0.7, PROBABILITIES, smoothing=0.1),
         (ROWS,),
     ),
     "rmsnorm": Case(gj.rmsnorm, _rmsnorm, (ROWS, COLUMNS)),

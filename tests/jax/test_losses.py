@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formulas import close, cross_entropy
+from formulas import close, cross_entropy, of_probabilities
 from jax.random import key, normal, split, uniform
 
 ROWS, CLASSES, WIDTH = 6, 11, 7
@@ -173,6 +173,46 @@ def test_gradients_of_targets_and_weights():
             jax.grad(lambda w, r=reduction: gj.cross_entropy(LOGITS, TARGET, w, reduction=r).sum())(WEIGHT)
     with pytest.raises((NotImplementedError, TypeError), match=r"second derivatives|forward-mode"):
         jax.hessian(lambda x: gj.cross_entropy(x, TARGET))(LOGITS)
+
+
+@pytest.mark.parametrize("soft", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_probabilities(reduction, soft):
+    """With class weights and z_loss. A mean is over rows, and each row may be a sample of vmap."""
+    target = uniform(KEYS[5], LOGITS.shape).astype(soft)
+
+    def ours(x):
+        return gj.cross_entropy(x, target, WEIGHT, reduction=reduction, z_loss=0.1, label_smoothing=0.1).sum()
+
+    def theirs(x):
+        each = of_probabilities(x, target, WEIGHT, 0.1) + 0.1 * jax.nn.logsumexp(x, -1) ** 2
+        return each.mean() if reduction == "mean" else each.sum()
+
+    found, expected = (jax.jit(jax.value_and_grad(f))(LOGITS) for f in (ours, theirs))
+    close(found, expected, "float32")
+    each = jax.vmap(lambda x, q: gj.cross_entropy(x, q, reduction=reduction))(LOGITS, target)
+    close([each], [of_probabilities(LOGITS, target)], "float32")
+
+
+def test_what_class_probabilities_have_not():
+    target = jax.nn.softmax(LOGITS)
+    half = jax.value_and_grad(lambda x, n: gj.cross_entropy(x, target, reduction="sum", divisor=n))
+    close(
+        half(LOGITS, 2.0),
+        jax.value_and_grad(lambda x: of_probabilities(x, target).sum() / 2)(LOGITS),
+        "float32",
+    )
+    for argument, name in (1, "target"), (2, "weight"):
+        with pytest.raises(NotImplementedError, match=f"a gradient of {name} is wanted"):
+            jax.grad(gj.cross_entropy, argument)(LOGITS, target, WEIGHT)
+    with pytest.raises((NotImplementedError, TypeError), match=r"second derivatives|forward-mode"):
+        jax.hessian(lambda x: gj.cross_entropy(x, target))(LOGITS)
+    with pytest.raises(ValueError, match="ignore_index is 3 with class probabilities"):
+        gj.cross_entropy(LOGITS, target, ignore_index=3)
+    with pytest.raises(Exception, match=r"target has shape \(3, 11\)"):
+        jax.block_until_ready(gj.cross_entropy(LOGITS, target[:3]))
+    with pytest.raises(TypeError, match="target has dtype float32, expected an array of uint8"):
+        gj.linear_cross_entropy(X, TABLE, target)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 100])

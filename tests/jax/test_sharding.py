@@ -32,6 +32,7 @@ SHARDED = {
     "softmax where": ([("d",)], 0),
     "logsumexp where": ([("d",)], 0),
     "token_statistics": ([("d",)], 0),
+    "cross_entropy of probabilities": ([("d",)], 0),
     "rmsnorm": ([("d",), ()], 1),
     "rmsnorm heads": ([("d",), (), ()], 1),
     "rmsnorm prenorm": ([("d",), (), ("d",)], 1),

@@ -18,6 +18,7 @@ BATCHED = {
     "softmax where": [(1,)],
     "logsumexp": [(0,)],
     "token_statistics": [(0,), (1,)],
+    "cross_entropy of probabilities": [(0,)],
     "rmsnorm": [(0, None), (0, 0), (None, 0), (2, 1)],
     "rmsnorm prenorm": [(0, None, 0), (0, None, None)],
     "layernorm": [(0, None, 0), (0, None, None)],

@@ -79,6 +79,7 @@ def calls_on_demand(x, weight, target):
         "rmsnorm_bwd": ((x, weight, x.half(), x.cos(), rstd), dtypes),
         "l2norm": ((x,), {"eps": 0.5}),
         "token_statistics": ((x, target, target > 1), {"temperature": 0.5}),
+        "soft_cross_entropy": ((x, x.abs(), weight.abs()), {"label_smoothing": 0.1}),
         "rotary": (rotation, {"interleaved": True}),
         "rotary_bwd": (rotation, {"interleaved": True}),
         "qk_norm_rotary": ((*rotation[:2], weight, weight.half(), *rotation[2:]), {"weight_offset": 1.0}),

@@ -26,7 +26,7 @@ FUNCTIONS = {  # public functions, and the operators that they serve
     "qk_norm_rotary": ["qk_norm_rotary"],
     "token_statistics": ["token_statistics", "entropy of tokens"],
     "logsumexp": ["logsumexp"],
-    "cross_entropy": ["cross_entropy", "cross_entropy, mean"],
+    "cross_entropy": ["cross_entropy", "cross_entropy, mean", "soft cross_entropy"],
     "linear_cross_entropy": ["linear_cross_entropy"],
     "linear_token_statistics": ["linear_token_statistics"],
 }

@@ -246,7 +246,7 @@ CASES = {
         ValueError,
         r"target has shape \(2, 3\), expected \(3, 2\), the leading dimensions of x",
     ),
-    "cross_entropy, class probabilities": (
+    "cross_entropy, a floating target": (
         lambda: gander.cross_entropy(X, LSE),
         TypeError,
         "target has dtype float32, expected int32 or int64; convert it",
@@ -504,7 +504,7 @@ def test_errors_of_torch_pass_unchanged():
         lambda x: gander.rmsnorm(x, WEIGHT[:5], out=torch.empty(4, 6)),
         lambda x: gander.fused_add_rmsnorm(x, x.clone(), WEIGHT[:5]),
         lambda x: gander.softmax(x.int()),
-        lambda x: gander.cross_entropy(x, x),
+        lambda x: gander.cross_entropy(x, x, ignore_index=0),
         lambda x: gander.linear_cross_entropy(x, x, x),
         lambda x: gander.linear_token_statistics(x, x, x),
     ],
@@ -515,7 +515,7 @@ def test_a_refusal_keeps_no_tensor_alive(refused):
     gc.disable()
     try:
         x = X.clone()
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(NotImplementedError, TypeError, ValueError):
             refused(x)
             pytest.fail("was not refused")
         alive = weakref.ref(x)

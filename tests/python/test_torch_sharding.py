@@ -79,6 +79,10 @@ FUNCTIONS = {
     "sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum"),
     "divided sum": lambda x, weight, target: gander.cross_entropy(x, target, reduction="sum", divisor=7),
     "none": lambda x, weight, target: gander.cross_entropy(x, target, weight=weight, reduction="none"),
+    "probabilities": lambda x, weight, target: gander.cross_entropy(
+        x, x.detach().cos().abs(), weight=weight, reduction="none"
+    ),
+    "statistics": lambda x, weight, target: gander.token_statistics(x, target).entropy,
 }
 
 
@@ -177,6 +181,7 @@ def operands_of(name, local):
         "layernorm": norm,
         "l2norm": ((x,), {"eps": 0.5}),
         "token_statistics": ((x, target, target > 1), {"temperature": 0.5}),
+        "soft_cross_entropy": ((x, x.cos().abs(), weight.cos()), {"temperature": 0.5, "reduction": 0}),
         "rotary": (rotation, {}),
         "rotary_bwd": (rotation, {}),
         "qk_norm_rotary": ((*rotation[:2], weight, weight.cos(), *rotation[2:]), {}),
@@ -293,6 +298,12 @@ def test_a_mean_over_sharded_rows_is_refused(mesh, local, mode):
             pytest.raises(NotImplementedError, match=r"a mean over sharded rows .* use reduction='sum'"),
         ):
             gander.cross_entropy(logits, place(target, mesh, Shard(0)))
+    with mode(), pytest.raises(NotImplementedError, match="or with class probabilities by their number"):
+        gander.cross_entropy(leaf(x, mesh, Shard(0)), place(x, mesh, Shard(0)))
+    rows = place(torch.rand(4, 3, N), mesh, Shard(0))
+    dloss, state = place(torch.tensor(1.0), mesh, Replicate()), place(torch.rand(4, 3, 3), mesh, Shard(0))
+    with pytest.raises(NotImplementedError, match="a mean over sharded rows"):
+        ops.soft_cross_entropy_bwd(rows, rows, None, dloss, state, reduction=1)
 
 
 def test_sharded_rows_are_refused(mesh, local):

@@ -47,6 +47,10 @@ PAIRS = {
             - (F.softmax(x * weight, -1) * F.log_softmax(x * weight, -1)).sum(-1) * (target != -100)
         ),
     ),
+    "soft_cross_entropy": (
+        lambda x, weight, target: gander.cross_entropy(x * weight, x.detach().cos().abs(), reduction="none"),
+        lambda x, weight, target: F.cross_entropy(x * weight, x.detach().cos().abs(), reduction="none"),
+    ),
     "layernorm": (
         lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
         lambda x, weight, target: F.layer_norm(x, (N,), weight, weight.cos(), 1e-6),
@@ -182,6 +186,8 @@ def calls_of_every_operator(x, weight, target):
         ],
         "token_statistics": [(x, target), (x, target, target > 1)],
         "token_statistics_bwd": [(x, target, None, torch.rand(B, M, 3), rstd, mean)],
+        "soft_cross_entropy": [(x, x.abs(), weight)],
+        "soft_cross_entropy_bwd": [(x, x.abs(), weight, rstd, torch.rand(B, M, 3))],
         "l2norm": [(x,)],
         "l2norm_bwd": [(x, x.flip(0), rstd)],
         "layernorm": norms,

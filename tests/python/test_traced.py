@@ -80,6 +80,7 @@ CALLS = {
     ),
     "cross_entropy_fwd": lambda x, target: gander.cross_entropy_fwd(x, target, return_dx=True)[1],
     "cross_entropy_bwd": lambda x, target, loss, lse: gander.cross_entropy_bwd(x, target, loss + 1, lse),
+    "cross_entropy with probabilities": lambda x, y: gander.cross_entropy(x, y, temperature=0.5),
     "token_statistics": lambda x, target: gander.token_statistics(x, target, temperature=0.5).entropy,
     "linear_cross_entropy": lambda x, head, few: gander.linear_cross_entropy(x, head, few, chunk=2),
     "linear_token_statistics": lambda x, head, few: (

@@ -133,6 +133,9 @@ var rows = map[kernels.Op]struct {
 	kernels.AllTokenStatisticsForward: {1, false, false},
 	kernels.TokenStatisticsBackward:   {1, true, false},
 
+	kernels.SoftCrossEntropyForward:  {2, false, false},
+	kernels.SoftCrossEntropyBackward: {2, true, false},
+
 	kernels.NormForward:       {1, true, true},
 	kernels.NormBackward:      {2, true, true},
 	kernels.LayerNormForward:  {1, true, false},

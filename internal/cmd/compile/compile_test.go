@@ -149,7 +149,8 @@ func TestOnlyWhatChangedIsCompiledAgain(t *testing.T) {
 func TestAFieldMoreRecompilesItsGroupAlone(t *testing.T) {
 	based := map[string]string{
 		"general_cross_entropy": "cross_entropy", "token_statistics": "general_cross_entropy",
-		"qk_norm_rotary": "rotary",
+		"soft_cross_entropy": "general_cross_entropy",
+		"qk_norm_rotary":     "rotary",
 	}
 	const folder = "../../../kernels/cuda"
 	for changed := range kernels.Family(kernels.Families) {

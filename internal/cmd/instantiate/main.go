@@ -105,6 +105,7 @@ var argStructs = map[string][]reflect.Type{
 	"rotary":                {reflect.TypeFor[kernels.HeadStrides](), reflect.TypeFor[kernels.RotaryArgs]()},
 	"qk_norm_rotary":        {reflect.TypeFor[kernels.QKNormRotaryArgs]()},
 	"token_statistics":      {reflect.TypeFor[kernels.TokenStatisticsArgs]()},
+	"soft_cross_entropy":    {reflect.TypeFor[kernels.SoftCrossEntropyArgs]()},
 }
 
 // enums are what else the header of a group declares.
@@ -227,6 +228,9 @@ var operators = map[kernels.Op]struct{ functor, columnState string }{
 	kernels.TokenStatisticsForward:    {"TokenStatisticsForward<%s, false>", ""},
 	kernels.AllTokenStatisticsForward: {"TokenStatisticsForward<%s, true>", ""},
 	kernels.TokenStatisticsBackward:   {"TokenStatisticsBackward<%s>", ""},
+
+	kernels.SoftCrossEntropyForward:  {"SoftCrossEntropyForward<%s>", ""},
+	kernels.SoftCrossEntropyBackward: {"SoftCrossEntropyBackward<%s>", ""},
 
 	kernels.RMSNormResidualForward:  {"RMSNormResidualForward<%s>", ""},
 	kernels.RMSNormResidualBackward: {"RMSNormResidualBackward<%s>", ""},

@@ -72,6 +72,11 @@ def differs(x: Any, other: Any) -> bool:
     return library.name_of(other) != library.name_of(x.dtype)
 
 
+def is_floating(x: Any) -> bool:
+    """Whether an argument is an array of floating numbers."""
+    return library.serves(getattr(x, "dtype", None))
+
+
 def is_ours(x: Any, other: Any) -> bool:
     """Whether another argument is of x's library."""
     return hasattr(other, "shape") and module_of(other) is module_of(x)

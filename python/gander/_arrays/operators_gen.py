@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "softmax", "softmax_bwd", "token_statistics", "token_statistics_bwd", "token_statistics_bwd_")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "soft_cross_entropy", "soft_cross_entropy_bwd", "soft_cross_entropy_bwd_", "softmax", "softmax_bwd", "token_statistics", "token_statistics_bwd", "token_statistics_bwd_")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -178,6 +178,21 @@ def cross_entropy_bwd_out(x: Any, target: Any, weight: Any, dloss: Any, lse: Any
 def cross_entropy_bwd_one_pass(x: Any, target: Any, weight: Any, dloss: Any, lse: Any, divisor: Any, upstream: Any, dx: Any, ignore_index: int = -100, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
     """gander_cross_entropy_backward: returns nothing."""
     return call("cross_entropy_bwd_one_pass", locals())
+
+
+def soft_cross_entropy(x: Any, target: Any, weight: Any = None, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_state: bool = False) -> Any:
+    """gander_soft_cross_entropy_forward: returns loss, state."""
+    return call("soft_cross_entropy", locals())
+
+
+def soft_cross_entropy_bwd(x: Any, target: Any, weight: Any, dloss: Any, state: Any, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    """gander_soft_cross_entropy_backward: returns dx."""
+    return call("soft_cross_entropy_bwd", locals())
+
+
+def soft_cross_entropy_bwd_(x: Any, target: Any, weight: Any, dloss: Any, state: Any, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    """gander_soft_cross_entropy_backward: returns nothing."""
+    return call("soft_cross_entropy_bwd_", locals())
 
 
 def token_statistics(logits: Any, index: Any, row_mask: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_log_prob: bool = False, needs_entropy: bool = False, needs_log_sum_sq_probs: bool = False, needs_mean_logit: bool = False, needs_is_top1: bool = False, needs_predicted: bool = False, needs_state: bool = False) -> Any:

@@ -23,6 +23,7 @@ from .arguments import (
     refuse_z_loss,
 )
 from .named_tuples import check_outputs, named_tuple
+from .probabilities import has_probabilities, of_probabilities
 
 _MEAN = REDUCTIONS[MEAN]  # compared by identity, like AUTO
 
@@ -116,7 +117,7 @@ def cross_entropy(
     temperature: float = ONE,
     outputs: Sequence[LossOutput] | None = None,
 ) -> A | CrossEntropyOutput:
-    """Cross-entropy of logits and class indices, differentiable in x.
+    """Cross-entropy of logits and class indices, or class probabilities, differentiable in x.
 
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp.
     Gradient: dx = dloss * weight[t] * (softmax(x) - 1[t]). For accuracy, the maximum and the logarithm of the
@@ -127,20 +128,30 @@ def cross_entropy(
     z_loss: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022. softcap: Gemma Team,
     "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
 
+    With class probabilities q it is sum(weight * q * (lse - x)), where label_smoothing makes (1 - e) * q +
+    e / N of q. Gradient: dx = dloss * (sum(weight * q) * softmax(x) - weight * q). Forward reads x and target
+    once, as backward does, and no other tensor of their size is made but dx.
+
     Args:
         x: (M, N) or (..., N), N >= 1 classes, of float16, bfloat16 or float32 (on the CPU also float64), any
             strides. A torch tensor on the CPU or a CUDA device, or an object with `__dlpack__` (no gradient).
         target: x.shape[:-1], uint8, int32 or int64 (uint8 is copied to int64). Rows whose target is
             ignore_index are ignored. Another target that is not in [0, N) is never used as an index. It makes
             the loss and the gradient of its row NaN, and with "mean" those of all rows (see set_debug).
+            Or class probabilities: of x's shape and float16, bfloat16 or float32 (float64 for float64). They
+            may be any numbers, as in torch, but have no gradient. A class of probability or weight 0 counts
+            for nothing, even if its logit is -inf (where torch's loss is NaN). one_pass and upstream do not
+            apply.
         lse_partial: (..., K), of any of these dtypes, not only x's: parts of the log-sum-exp of each row,
             such as the log-sum-exps of slices of x. The log-sum-exp of a row of lse_partial is taken for that
             of the row of x, which forward then only reads at the target. It gets no gradient: that of x is
             complete. Torch tensors only. one_pass, upstream and batch_invariant do not apply.
         weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None.
-        ignore_index: The target of rows that are ignored.
+        ignore_index: The target of rows that are ignored. Negative with class probabilities, none of which is
+            ignored.
         reduction: "mean", "sum" or "none". The mean is over the sum of the weights of the rows that are not
-            ignored. If all are ignored it is NaN and the gradients are zero, as in torch.
+            ignored. If all are ignored it is NaN and the gradients are zero, as in torch. With class
+            probabilities it is over the number of rows, as in torch.
         inplace_backward: Backward writes the gradient over x, which saves a tensor of the size of x. x must
             not be used afterwards: autograd refuses a backward pass that still needs it. Ignored inside
             torch.compile, under hooks on saved tensors, where autograd does not see that x was written, and
@@ -167,8 +178,8 @@ def cross_entropy(
             whose target has weight 0 then counts. A logit of -inf makes the loss +inf, unless its class has
             weight 0 (where torch's is NaN). Not with lse_partial.
         z_loss: The factor of lse^2 that is added to the loss of a row that is not ignored, at least 0. A row
-            whose target has weight 0 then counts. The mean is over rows, so it takes no weight. Not with
-            lse_partial.
+            whose target has weight 0 then counts. The mean is over rows, so it takes no weight, unless target
+            has class probabilities. Not with lse_partial.
         scale: x is first mapped to z = softcap * tanh(scale * x / softcap) / temperature, without a softcap
             to z = scale * x / temperature. All of this is then of z, but dx is the gradient of x. More than
             0. Not with lse_partial.
@@ -190,7 +201,7 @@ def cross_entropy(
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: A target, under set_debug(True).
-        NotImplementedError: A nested or sparse tensor; outputs of a DTensor.
+        NotImplementedError: A nested or sparse tensor; outputs of a DTensor; a gradient of target.
         RuntimeError: The device, the driver, or memory.
 
     Examples:
@@ -199,6 +210,8 @@ def cross_entropy(
         tensor(1.3863)
         >>> gander.cross_entropy(x, target, outputs=("loss", "predicted"))
         CrossEntropyOutput(loss=tensor(1.3863), predicted=tensor([ 0,  0, -1]))
+        >>> gander.cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+        tensor(1.3863)
     """
     names = None if outputs is None else check_outputs(outputs, OUTPUTS, "None or ")
     code = MEAN if reduction is _MEAN else code_of("reduction", reduction, REDUCTIONS)
@@ -219,6 +232,10 @@ def cross_entropy(
         divisor = None if divisor is None else ops.scalar("divisor", divisor, x)
         upstream = None if upstream is None else ops.scalar("upstream", upstream, x)
     try:
+        if has_probabilities(ops, x, target):
+            options |= {"batch_invariant": batch_invariant, "inplace_backward": inplace_backward}
+            given = x, target, weight, divisor, lse_partial, names, ignore_index, code
+            return of_probabilities(ops, *given, **options)
         if _debug.is_enabled:
             check_targets(ops, x, target, ignore_index)
         if lse_partial is not None:

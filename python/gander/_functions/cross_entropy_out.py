@@ -7,6 +7,7 @@ from .._backend import BACKENDS, backend_of
 from .._words import integer
 from .arguments import FAILURES, Array, check_out, check_targets, overridden
 from .cross_entropy_rows import cross_entropy_fwd
+from .probabilities import refuse_probabilities
 
 
 def cross_entropy_fwd_out(
@@ -23,7 +24,7 @@ def cross_entropy_fwd_out(
 
     Args:
         x: As in cross_entropy.
-        target: As in cross_entropy.
+        target: Class indices, as in cross_entropy.
         target_logit: As in cross_entropy_fwd, or None.
         loss: x.shape[:-1], float32 (float64 for float64), contiguous. A torch tensor, or a writable array of
             NumPy or CuPy.
@@ -75,6 +76,7 @@ def cross_entropy_fwd_out(
         operands = ops.detached(x), target, ops.detached(weight)
         ops.cross_entropy_fwd_out(*operands, loss=loss, lse=lse, dx=dx, ignore_index=ignore_index)
     except FAILURES as error:
+        refuse_probabilities(ops, x, target)
         given = {"x": x, "target": target, "target_logit": target_logit, "weight": weight}
         given |= {"loss": loss, "lse": lse, "dx": dx}
         raise ops.explained(error, **given) from None
@@ -93,7 +95,7 @@ def cross_entropy_bwd_out(
 
     Args:
         x: As in cross_entropy.
-        target: As in cross_entropy.
+        target: Class indices, as in cross_entropy.
         dloss: As in cross_entropy_bwd.
         lse: As in cross_entropy_bwd.
         dx: x's shape and dtype. It may be x. A torch tensor, or a writable array of NumPy or CuPy.
@@ -123,5 +125,6 @@ def cross_entropy_bwd_out(
             ops.detached(x), target, weight, dloss, lse, dx=dx, ignore_index=ignore_index
         )
     except FAILURES as error:
+        refuse_probabilities(ops, x, target)
         given = {"x": x, "target": target, "dloss": dloss, "lse": lse, "weight": weight, "dx": dx}
         raise ops.explained(error, **given) from None

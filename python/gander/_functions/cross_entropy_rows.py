@@ -19,6 +19,7 @@ from .arguments import (
     overridden,
     refuse_loss_options,
 )
+from .probabilities import refuse_probabilities
 
 
 @overload
@@ -119,7 +120,7 @@ def cross_entropy_fwd(
 
     Args:
         x: As in cross_entropy.
-        target: As in cross_entropy.
+        target: Class indices, as in cross_entropy.
         target_logit: The logits of the targets, in place of those in x, with x.shape[:-1]; or (..., K), of
             which target chooses one. x then only gives the log-sum-exp, and weight has an element for each
             class that target may name. With x.shape[:-1] and without weight any target >= 0 is a class.
@@ -203,6 +204,7 @@ def cross_entropy_fwd(
                 **options,
             )
     except FAILURES as error:
+        refuse_probabilities(ops, x, target)
         given = {"x": x, "target": target, "weight": weight, "target_logit": target_logit}
         raise ops.explained(error, **given) from None
     results = (loss, *[lse] * bool(return_lse), *[dx] * bool(return_dx))
@@ -233,7 +235,7 @@ def cross_entropy_bwd(
 
     Args:
         x: As in cross_entropy.
-        target: As in cross_entropy.
+        target: Class indices, as in cross_entropy.
         dloss: x.shape[:-1] with any strides, or a single value for all rows, float32 (float64 for float64).
         lse: x.shape[:-1], as returned by cross_entropy_fwd, of the dtype of dloss. Or (2, M), or 2 M + 1
             elements: the rows' maxima, the logarithms of their sums of exp(x - max), and the denominator of a
@@ -278,4 +280,5 @@ def cross_entropy_bwd(
             return x
         return ops.cross_entropy_bwd(x, target, weight, dloss, lse, **options)
     except FAILURES as error:
+        refuse_probabilities(ops, x, target)
         raise ops.explained(error, x=x, target=target, dloss=dloss, lse=lse, weight=weight) from None

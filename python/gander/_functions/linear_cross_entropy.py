@@ -10,6 +10,7 @@ from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
 from .arguments import FAILURES, check_targets, code_of, loss_options, overridden, refuse_z_loss
 from .cross_entropy import check_sum
+from .probabilities import refuse_probabilities
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ def linear_cross_entropy(
         x: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast x, weight and
             bias are cast, as in torch.nn.functional.linear.
         weight: (V, K), of x's dtype.
-        target: As in cross_entropy.
+        target: Class indices, as in cross_entropy.
         bias: (V) or None, of x's dtype. Its gradient is always added in float32.
         weight_ce: (V), the class weights of cross_entropy, or None.
         ignore_index: As in cross_entropy.
@@ -128,6 +129,7 @@ def linear_cross_entropy(
             options,
         )
     except FAILURES as error:
+        refuse_probabilities(ops, x, target)
         given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
         raise ops.explained(error, **given) from None
     return loss

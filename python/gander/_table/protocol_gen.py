@@ -143,6 +143,18 @@ class Operators(Protocol):
         """gander_cross_entropy_backward: returns nothing."""
         ...
 
+    def soft_cross_entropy(self, x: Any, target: Any, weight: Any = None, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_state: bool = False) -> Any:
+        """gander_soft_cross_entropy_forward: returns loss, state."""
+        ...
+
+    def soft_cross_entropy_bwd(self, x: Any, target: Any, weight: Any, dloss: Any, state: Any, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+        """gander_soft_cross_entropy_backward: returns dx."""
+        ...
+
+    def soft_cross_entropy_bwd_(self, x: Any, target: Any, weight: Any, dloss: Any, state: Any, divisor: Any = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+        """gander_soft_cross_entropy_backward: returns nothing."""
+        ...
+
     def token_statistics(self, logits: Any, index: Any, row_mask: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_log_prob: bool = False, needs_entropy: bool = False, needs_log_sum_sq_probs: bool = False, needs_mean_logit: bool = False, needs_is_top1: bool = False, needs_predicted: bool = False, needs_state: bool = False) -> Any:
         """gander_token_statistics_forward: returns log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state."""
         ...

@@ -46,6 +46,10 @@ def differs(x: Any, other: Any) -> bool:
     return other != x.dtype
 
 
+def is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
 def is_ours(x: Any, other: Any) -> bool:
     """Whether another argument is of x's library."""
     return hasattr(other, "shape")

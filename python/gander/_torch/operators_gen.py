@@ -180,6 +180,21 @@ def cross_entropy_bwd_one_pass(x: Tensor, target: Tensor, weight: Tensor | None,
     return overloads["cross_entropy_bwd_one_pass"](x, target, weight, dloss, lse, divisor, upstream, dx, ignore_index, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
 
 
+def soft_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, divisor: Tensor | None = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_state: bool = False) -> Any:
+    """gander_soft_cross_entropy_forward: returns loss, state."""
+    return overloads["soft_cross_entropy"](x, target, weight, divisor, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant, inplace_backward, needs_state)
+
+
+def soft_cross_entropy_bwd(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, state: Tensor, divisor: Tensor | None = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    """gander_soft_cross_entropy_backward: returns dx."""
+    return overloads["soft_cross_entropy_bwd"](x, target, weight, dloss, state, divisor, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
+
+
+def soft_cross_entropy_bwd_(x: Tensor, target: Tensor, weight: Tensor | None, dloss: Tensor, state: Tensor, divisor: Tensor | None = None, reduction: int = 1, label_smoothing: float = 0, z_loss: float = 0, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False) -> Any:
+    """gander_soft_cross_entropy_backward: returns nothing."""
+    return overloads["soft_cross_entropy_bwd_"](x, target, weight, dloss, state, divisor, reduction, label_smoothing, z_loss, scale, softcap, temperature, batch_invariant)
+
+
 def token_statistics(logits: Tensor, index: Tensor, row_mask: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, inplace_backward: bool = False, needs_log_prob: bool = False, needs_entropy: bool = False, needs_log_sum_sq_probs: bool = False, needs_mean_logit: bool = False, needs_is_top1: bool = False, needs_predicted: bool = False, needs_state: bool = False) -> Any:
     """gander_token_statistics_forward: returns log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state."""
     return overloads["token_statistics"](logits, index, row_mask, ignore_index, scale, softcap, temperature, batch_invariant, inplace_backward, needs_log_prob, needs_entropy, needs_log_sum_sq_probs, needs_mean_logit, needs_is_top1, needs_predicted, needs_state)

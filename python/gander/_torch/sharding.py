@@ -34,8 +34,8 @@ from .registry import by_name, overloads
 
 _MEAN_OVER_SHARDS = (
     "reduction is 'mean' with sharded rows, expected 'sum': a mean over sharded rows would have another "
-    "denominator on each rank; use reduction='sum' and divide by the sum over all ranks of the weights of "
-    "the rows that are not ignored"
+    "denominator on each rank; use reduction='sum' and divide by the weights of all ranks' rows that "
+    "are not ignored, or with class probabilities by their number"
 )
 
 
@@ -99,7 +99,7 @@ def _rule(name, given):
         if by_head and any(placement.dim == leading - 1 for placement in used):
             refuse(f"{found} Replicate of the heads, which have weights of their own; redistribute it")
         if any(placement.dim + before >= leading for placement in used) or not (
-            by_row or layout(argument) in ("rows", "broadcast")
+            by_row or layout(argument) in ("rows", "broadcast") or of[argument].shape == "row_states"
         ):
             hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
             refuse(
@@ -113,7 +113,7 @@ def _rule(name, given):
                 "redistribute it, or pass a mask"
             )
         shards += [placement for placement in used if placement not in shards]
-    if shards and reduction(name, specs) == "mean" and any(sums_rows(of[result]) for result in computed):
+    if shards and reduction(name, specs) == "mean":  # backward of one may divide by its rows, too
         refuse(_MEAN_OVER_SHARDS)
     if shards and operator.packed and any(layout(result) == "parts" for result in computed):
         refuse(

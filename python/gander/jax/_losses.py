@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .._functions.arguments import code_of, loss_options, refuse_z_loss
 from .._functions.cross_entropy import check_sum
+from .._functions.probabilities import check_ignored
 from .._table import LOSS_OPTIONS, NONE, REDUCTIONS, SUM, Reduction
 from .._words import check_flags, integer, number
 from ._arguments import as_arrays
@@ -58,17 +59,19 @@ def cross_entropy(
     one_pass: bool | None = None,
     batch_invariant: bool = False,
 ) -> jax.Array:
-    """Cross-entropy of logits and class indices.
+    """Cross-entropy of logits and class indices, or class probabilities.
 
     The loss of a row is weight[t] * (lse(x) - x[t]), where t is its target and lse(x) its log-sum-exp. With
     e = label_smoothing it is (1 - e) * weight[t] * (lse - x[t]) + e / N * sum(weight * (lse - x)): Szegedy et
-    al., "Rethinking the Inception Architecture for Computer Vision", 2016.
+    al., "Rethinking the Inception Architecture for Computer Vision", 2016. With class probabilities it is
+    sum(weight * ((1 - e) * target + e / N) * (lse - x)).
 
     Args:
         x: (..., N), N >= 1 classes, of float16, bfloat16 or float32, on the CPU also float64.
         target: x.shape[:-1], uint8, int32 or int64. Rows whose target is ignore_index are ignored. Another
             target that is not in [0, N) is never used as an index. It makes the loss of its row NaN, and with
-            "mean" those of all rows.
+            "mean" those of all rows. Or class probabilities, as in gander.cross_entropy: x.shape, float16,
+            bfloat16 or float32 (float64 for float64). They have no gradient.
         weight: (N) class weights, float16, bfloat16 or float32 (float64 for float64), or None. It has no
             gradient.
         ignore_index: The target of rows that are ignored.
@@ -101,7 +104,7 @@ def cross_entropy(
         >>> gander.jax.cross_entropy(jnp.zeros((3, 4)), jnp.array([0, 3, -100]))
         Array(1.3862944, dtype=float32)
     """
-    x, target, weight = as_arrays(x=x, target=as_target(target), weight=weight)
+    x, target, weight = as_arrays(x=x, target=as_target(target, x), weight=weight)
     code = code_of("reduction", reduction, REDUCTIONS)
     check_flags(batch_invariant=batch_invariant, **({} if one_pass is None else {"one_pass": one_pass}))
     check_sum(divisor, upstream, reduction)
@@ -116,6 +119,13 @@ def cross_entropy(
         reduction == "mean",
     )
     check_class_weights(x, weight)
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        losses = _of_probabilities(options, x, target, weight)
+        if code == NONE:
+            return losses
+        if options.mean:
+            return losses.mean()
+        return _divided(losses.sum(), None if divisor is None else as_scalar("divisor", divisor, x))
     if weight is not None and options.mean:
         refuse_z_loss(more, "weight")
     if code == NONE:
@@ -131,9 +141,12 @@ def cross_entropy(
 # ---- Arguments ----
 
 
-def as_target(target: Any) -> Any:
-    """Targets in a dtype that the operators take."""
+def as_target(target: Any, x: Any = None) -> Any:
+    """Targets in a dtype that the operators take. x: the logits, where they may be class probabilities."""
     (array,) = as_arrays(target=target)
+    floating = array is not None and jnp.issubdtype(array.dtype, jnp.floating)
+    if floating and x is not None and array.ndim == jnp.ndim(x):
+        return array
     if array is None or array.dtype not in (jnp.uint8, jnp.int32, jnp.int64):
         found = "is None" if array is None else f"has dtype {array.dtype}"
         raise TypeError(f"target {found}, expected an array of uint8, int32 or int64; convert it")
@@ -188,6 +201,14 @@ def denominator(target: Any, weight: Any, classes: int, ignore_index: int, dtype
 
 
 # ---- The loss of each row ----
+
+
+def _of_probabilities(options: Options, x: Any, target: Any, weight: Any) -> Any:
+    check_ignored(options.ignore_index)
+    given = {"x": x, "target": target, "weight": weight, "reduction": NONE} | options._asdict()
+    for name in ("ignore_index", "one_pass", "mean"):
+        del given[name]
+    return apply("soft_cross_entropy", given)["loss"]
 
 
 def _given(options: Options, x: Any, target: Any, weight: Any, **more: Any) -> dict[str, Any]:

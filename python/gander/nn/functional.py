@@ -5,7 +5,7 @@ have torch's signatures and run gander's kernels. Every other name is torch's ow
 
 replaces `import torch.nn.functional as F`.
 
-What gander does not have, such as class probabilities, and tensors of other types than
+What gander does not have, such as gradients of class probabilities, and tensors of other types than
 float16, bfloat16, float32 and float64, is computed by torch. For types and devices there is one warning for
 each. Second derivatives and forward mode of these functions raise NotImplementedError.
 """
@@ -352,6 +352,18 @@ def _reduction(size_average: bool | None, reduce: bool | None) -> str:
     return "none" if not reduces else "mean" if averages else "sum"
 
 
+def _serves_probabilities(input: Tensor, target: Tensor, ignore_index: int) -> bool:
+    """Whether gander computes with class probabilities, which torch tells by their shape."""
+    return (
+        0 < input.ndim == target.ndim
+        and target.is_floating_point()
+        and (target.dtype is torch.float64) == (input.dtype is torch.float64)
+        and tuple(target.shape) == tuple(input.shape)
+        and ignore_index < 0
+        and not (target.requires_grad and torch.is_grad_enabled())
+    )
+
+
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -364,12 +376,12 @@ def cross_entropy(
 ) -> Tensor:
     """torch.nn.functional.cross_entropy. See gander.cross_entropy.
 
-    A target that is not a class gives NaN, where torch stops. Class probabilities are computed by torch.
-    (N, C, d1, ...) copies input.
+    A target that is not a class gives NaN, where torch stops. Class probabilities that require a gradient are
+    left to torch. (N, C, d1, ...) copies input, and class probabilities.
 
     Args:
         input: (C), (N, C) or (N, C, d1, ...).
-        target: Class indices, of input's shape without C, or as torch takes it.
+        target: Class indices, of input's shape without C, or class probabilities, of input's shape.
         weight: (C) class weights, or None.
         size_average: torch's deprecated option.
         ignore_index: The target of elements that are ignored.
@@ -378,8 +390,7 @@ def cross_entropy(
         label_smoothing: As in gander.cross_entropy.
 
     Returns:
-        The loss. With class indices it is float32 (float64 for float64), where torch's has the dtype of
-        input.
+        The loss, float32 (float64 for float64), where torch's has the dtype of input.
 
     Raises:
         TypeError, ValueError, RuntimeError: As torch's.
@@ -397,18 +408,21 @@ def cross_entropy(
             and reduction in ("none", "mean", "sum")
             and _is_ours(input)
             and _is_ours(target)
-            and target.dtype in _INDICES
-            and 0 < input.ndim == target.ndim + 1
+            and (
+                (target.dtype in _INDICES and 0 < input.ndim == target.ndim + 1)
+                or _serves_probabilities(input, target, ignore_index)
+            )
             and (
                 weight is None
                 or (_is_ours(weight) and (weight.dtype is torch.float64) == (input.dtype is torch.float64))
             )
         ):
             rows = input.movedim(1, -1) if input.ndim > 2 else input
-            if rows.shape[-1] != 0 and _serves("cross_entropy", input, weight):
+            soft = target.is_floating_point()
+            if rows.shape[-1] != 0 and _serves("cross_entropy", input, target if soft else None, weight):
                 return _cross_entropy(
                     rows,
-                    target,
+                    target.movedim(1, -1) if soft and target.ndim > 2 else target,
                     weight=weight,
                     ignore_index=ignore_index,
                     reduction=reduction,  # type: ignore[arg-type]

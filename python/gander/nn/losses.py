@@ -17,7 +17,7 @@ from .._torch import expected_gradient
 from .._torch.cross_entropy import takes_one_pass
 from .._torch.eager import is_eager
 from .._torch.kernels import explained
-from .._torch.tensors import dtype_of, stands_for_tensor
+from .._torch.tensors import stands_for_tensor
 from .._words import check_flags, shown
 from . import functional
 from .checks import (
@@ -39,8 +39,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss. See gander.cross_entropy.
 
     forward takes input, (C), (N, C) or (N, C, d1, ...), target: class indices, with the shape of input
-    without C, and divisor and upstream as gander.cross_entropy. It returns the loss, float32 (float64 for
-    float64), or with outputs a named tuple. Class probabilities raise NotImplementedError.
+    without C, or class probabilities, with the shape of input, and divisor and upstream as
+    gander.cross_entropy. It returns the loss, float32 (float64 for float64), or with outputs a named tuple.
 
     Args:
         weight: (C) class weights, or None.
@@ -125,17 +125,15 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         divisor: float | Tensor | None = None,
         upstream: float | Tensor | None = None,
     ) -> Tensor:
-        if isinstance(target, Tensor) and target.is_floating_point():
-            raise NotImplementedError(
-                f"target has dtype {dtype_of(target)}, expected class indices: class probabilities in target "
-                "are not supported; use torch.nn.CrossEntropyLoss"
-            )
         if not isinstance(input, Tensor) and stands_for_tensor(input):
             return self._of_stand_in(input, target, divisor, upstream)
         try:
             check_nested("input", input)
             rows = input.movedim(1, -1) if input.ndim > 2 else input
-            remembers = self.remember and upstream is None and self.outputs is None
+            soft = isinstance(target, Tensor) and target.is_floating_point()  # class probabilities
+            if soft and target.ndim > 2:
+                target = target.movedim(1, -1)
+            remembers = self.remember and upstream is None and self.outputs is None and not soft
             memory = self._memory_for(rows) if remembers else None
             loss: Tensor = cross_entropy(
                 rows,

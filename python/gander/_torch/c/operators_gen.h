@@ -21,6 +21,8 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_soft_cross_entropy_forward) \
+  F(gander_soft_cross_entropy_backward) \
   F(gander_token_statistics_forward) \
   F(gander_token_statistics_backward) \
   F(gander_sharded_cross_entropy_combine) \
@@ -699,6 +701,69 @@ static int32_t call_cross_entropy_bwd_one_pass(Call* call, const Operand* o, con
       call->stream);
 }
 
+static int32_t call_soft_cross_entropy(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_soft_cross_entropy_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[3]),
+      .state = optional(&o[5]),
+      .reduction = (int64_t)a[4],
+      .label_smoothing = as_double(a[5]),
+      .z_loss = as_double(a[6]),
+      .scale = as_double(a[7]),
+      .softcap = as_double(a[8]),
+      .temperature = as_double(a[9]),
+      .batch_invariant = (a[10] & 1) != 0,
+  };
+  return lib.gander_soft_cross_entropy_forward(
+      optional(&o[0]), optional(&o[1]), optional(&o[4]), &options, call->stream);
+}
+
+static int32_t call_soft_cross_entropy_bwd(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_soft_cross_entropy_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .reduction = (int64_t)a[6],
+      .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
+      .batch_invariant = (a[12] & 1) != 0,
+  };
+  return lib.gander_soft_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[6]), &options,
+      call->stream);
+}
+
+static int32_t call_soft_cross_entropy_bwd_(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_soft_cross_entropy_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .weight = optional(&o[2]),
+      .divisor = optional(&o[5]),
+      .reduction = (int64_t)a[6],
+      .label_smoothing = as_double(a[7]),
+      .z_loss = as_double(a[8]),
+      .scale = as_double(a[9]),
+      .softcap = as_double(a[10]),
+      .temperature = as_double(a[11]),
+      .batch_invariant = (a[12] & 1) != 0,
+  };
+  return lib.gander_soft_cross_entropy_backward(
+      optional(&o[0]), optional(&o[1]), optional(&o[3]), optional(&o[4]), optional(&o[6]), &options,
+      call->stream);
+}
+
 static int32_t call_token_statistics(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_token_statistics_forward_options options = {
@@ -867,6 +932,9 @@ enum {
   OP_CROSS_ENTROPY_BWD_,
   OP_CROSS_ENTROPY_BWD_OUT,
   OP_CROSS_ENTROPY_BWD_ONE_PASS,
+  OP_SOFT_CROSS_ENTROPY,
+  OP_SOFT_CROSS_ENTROPY_BWD,
+  OP_SOFT_CROSS_ENTROPY_BWD_,
   OP_TOKEN_STATISTICS,
   OP_TOKEN_STATISTICS_BWD,
   OP_TOKEN_STATISTICS_BWD_,
@@ -1612,6 +1680,70 @@ static const Operator operators[] = {
         .has_gradient = false,
     },
     {
+        .name = "soft_cross_entropy",
+        .operator = "soft_cross_entropy_forward",
+        .call = call_soft_cross_entropy,
+        .arguments = "TTOOifffffbeb",
+        .reduction = 4,
+        .operand_count = 6,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"loss", CONTIGUOUS, {"L", ""}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"L3", "L3"}, .statistic = true, .argument = -1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = true, .index = false, .demand = 12, .saved = true, .saved_with = -1},
+        },
+        .result_count = 2,
+        .results = {4, 5},
+        .fast = true,
+        .has_gradient = true,
+        .differentiable = {true, false, false, false, false, false, false, false, false, false, false, false, false},
+        .saved_count = 5,
+        .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {1, -1}, {-1, 3}},
+    },
+    {
+        .name = "soft_cross_entropy_bwd",
+        .operator = "soft_cross_entropy_backward",
+        .call = call_soft_cross_entropy_bwd,
+        .arguments = "TTOTTOifffffb",
+        .reduction = 6,
+        .operand_count = 7,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", REGULAR, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = -1, .choice = -1, .like = 0, .fits = -1, .written = false, .made = true, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 1,
+        .results = {6},
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "soft_cross_entropy_bwd_",
+        .operator = "soft_cross_entropy_backward",
+        .call = call_soft_cross_entropy_bwd_,
+        .arguments = "TTOTTOifffffb",
+        .reduction = 6,
+        .operand_count = 7,
+        .operands = {
+            {"x", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"target", IN_ROWS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"weight", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dloss", REGULAR, {"", ""}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"divisor", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"dx", IN_ROWS, {"LN", "LN"}, .statistic = false, .argument = -1, .over = 0, .choice = -1, .like = 0, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
         .name = "token_statistics",
         .operator = "token_statistics_forward",
         .call = call_token_statistics,
@@ -1790,6 +1922,9 @@ KERNEL(cross_entropy_bwd, OP_CROSS_ENTROPY_BWD)
 KERNEL(cross_entropy_bwd_, OP_CROSS_ENTROPY_BWD_)
 KERNEL(cross_entropy_bwd_out, OP_CROSS_ENTROPY_BWD_OUT)
 KERNEL(cross_entropy_bwd_one_pass, OP_CROSS_ENTROPY_BWD_ONE_PASS)
+KERNEL(soft_cross_entropy, OP_SOFT_CROSS_ENTROPY)
+KERNEL(soft_cross_entropy_bwd, OP_SOFT_CROSS_ENTROPY_BWD)
+KERNEL(soft_cross_entropy_bwd_, OP_SOFT_CROSS_ENTROPY_BWD_)
 KERNEL(token_statistics, OP_TOKEN_STATISTICS)
 KERNEL(token_statistics_bwd, OP_TOKEN_STATISTICS_BWD)
 KERNEL(token_statistics_bwd_, OP_TOKEN_STATISTICS_BWD_)
@@ -1833,6 +1968,9 @@ static const Kernel kernels[] = {
     kernel_cross_entropy_bwd_,
     kernel_cross_entropy_bwd_out,
     kernel_cross_entropy_bwd_one_pass,
+    kernel_soft_cross_entropy,
+    kernel_soft_cross_entropy_bwd,
+    kernel_soft_cross_entropy_bwd_,
     kernel_token_statistics,
     kernel_token_statistics_bwd,
     kernel_token_statistics_bwd_,

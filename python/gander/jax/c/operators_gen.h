@@ -21,6 +21,8 @@
   F(gander_layernorm_backward) \
   F(gander_cross_entropy_forward) \
   F(gander_cross_entropy_backward) \
+  F(gander_soft_cross_entropy_forward) \
+  F(gander_soft_cross_entropy_backward) \
   F(gander_token_statistics_forward) \
   F(gander_token_statistics_backward) \
   F(gander_sharded_cross_entropy_combine) \
@@ -370,6 +372,45 @@ static int32_t call_cross_entropy_backward(
   return lib.gander_cross_entropy_backward(o[0], o[1], o[3], o[4], o[8], &options, stream);
 }
 
+static int32_t call_soft_cross_entropy_forward(
+    const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
+  gander_soft_cross_entropy_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator,
+      .weight = o[2],
+      .divisor = o[3],
+      .state = o[5],
+      .reduction = v[0].integer,
+      .label_smoothing = v[1].real,
+      .z_loss = v[2].real,
+      .scale = v[3].real,
+      .softcap = v[4].real,
+      .temperature = v[5].real,
+      .batch_invariant = v[6].integer,
+  };
+  return lib.gander_soft_cross_entropy_forward(o[0], o[1], o[4], &options, stream);
+}
+
+static int32_t call_soft_cross_entropy_backward(
+    const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
+  gander_soft_cross_entropy_backward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator,
+      .weight = o[2],
+      .divisor = o[5],
+      .reduction = v[0].integer,
+      .label_smoothing = v[1].real,
+      .z_loss = v[2].real,
+      .scale = v[3].real,
+      .softcap = v[4].real,
+      .temperature = v[5].real,
+      .batch_invariant = v[6].integer,
+  };
+  return lib.gander_soft_cross_entropy_backward(o[0], o[1], o[3], o[4], o[6], &options, stream);
+}
+
 static int32_t call_token_statistics_forward(
     const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
   gander_token_statistics_forward_options options = {
@@ -627,6 +668,22 @@ static const Operator operators[] = {
         .options = {{"ignore_index", false, {.integer = -100}}, {"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"one_pass", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}, {"slice", false, {.integer = 0}}},
     },
     {
+        .name = "soft_cross_entropy_forward",
+        .call = call_soft_cross_entropy_forward,
+        .operand_count = 6,
+        .operands = {"x", "target", "weight", "divisor", "loss", "state"},
+        .option_count = 7,
+        .options = {{"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+    },
+    {
+        .name = "soft_cross_entropy_backward",
+        .call = call_soft_cross_entropy_backward,
+        .operand_count = 7,
+        .operands = {"x", "target", "weight", "dloss", "state", "divisor", "dx"},
+        .option_count = 7,
+        .options = {{"reduction", false, {.integer = 0}}, {"label_smoothing", true, {.real = 0}}, {"z_loss", true, {.real = 0}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+    },
+    {
         .name = "token_statistics_forward",
         .call = call_token_statistics_forward,
         .operand_count = 10,
@@ -696,12 +753,14 @@ HANDLERS(layernorm_forward, 16)
 HANDLERS(layernorm_backward, 17)
 HANDLERS(cross_entropy_forward, 18)
 HANDLERS(cross_entropy_backward, 19)
-HANDLERS(token_statistics_forward, 20)
-HANDLERS(token_statistics_backward, 21)
-HANDLERS(sharded_cross_entropy_combine, 22)
-HANDLERS(rescale_gradient, 23)
-HANDLERS(logsumexp_forward, 24)
-HANDLERS(logsumexp_backward, 25)
+HANDLERS(soft_cross_entropy_forward, 20)
+HANDLERS(soft_cross_entropy_backward, 21)
+HANDLERS(token_statistics_forward, 22)
+HANDLERS(token_statistics_backward, 23)
+HANDLERS(sharded_cross_entropy_combine, 24)
+HANDLERS(rescale_gradient, 25)
+HANDLERS(logsumexp_forward, 26)
+HANDLERS(logsumexp_backward, 27)
 
 static Handler* const handlers[][2] = {
     {softmax_forward_cpu, softmax_forward_cuda},
@@ -724,6 +783,8 @@ static Handler* const handlers[][2] = {
     {layernorm_backward_cpu, layernorm_backward_cuda},
     {cross_entropy_forward_cpu, cross_entropy_forward_cuda},
     {cross_entropy_backward_cpu, cross_entropy_backward_cuda},
+    {soft_cross_entropy_forward_cpu, soft_cross_entropy_forward_cuda},
+    {soft_cross_entropy_backward_cpu, soft_cross_entropy_backward_cuda},
     {token_statistics_forward_cpu, token_statistics_forward_cuda},
     {token_statistics_backward_cpu, token_statistics_backward_cuda},
     {sharded_cross_entropy_combine_cpu, sharded_cross_entropy_combine_cuda},
