@@ -129,6 +129,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             return self._of_stand_in(input, target, divisor, upstream)
         try:
             check_nested("input", input)
+            check_nested("target", target)
             rows = input.movedim(1, -1) if input.ndim > 2 else input
             soft = isinstance(target, Tensor) and target.is_floating_point()  # class probabilities
             if soft and target.ndim > 2:
