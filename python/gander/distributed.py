@@ -1,4 +1,5 @@
-"""Cross-entropy of logits whose classes are divided among the ranks of a torch.distributed group."""
+"""Cross-entropy, and statistics, of logits whose classes are divided among the ranks of a torch.distributed
+group."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._functions.arguments import code_of, loss_options, overridden
+from ._functions.named_tuples import check_outputs
 from ._functions.probabilities import refuse_probabilities
+from ._functions.token_statistics import STATISTICS, Statistic, TokenStatistics, named_statistics
 from ._table import REDUCTIONS, Reduction
-from ._torch import backend
+from ._torch import backend, sharded_token_statistics
 from ._torch.dtensor import is_dtensor
 from ._torch.refusals import refuse_gradients
 from ._torch.sharded_cross_entropy import of_slices
 from ._torch.slice_plan import chunks
 from ._torch.tensors import stands_for_tensor, unusable
+from ._words import check_flags
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "token_statistics"]
 
 
 def cross_entropy(
@@ -102,24 +106,124 @@ def cross_entropy(
         return handed
     code = code_of("reduction", reduction, REDUCTIONS)
     options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
-    given = {"x": x, "target": target} | ({} if weight is None else {"weight": weight})
-    for name, value in given.items():
-        if is_dtensor(value):
-            raise TypeError(
-                f"{name} is a DTensor, expected this rank's slice; pass {name}.to_local(), or DTensors to "
-                "gander.cross_entropy"
-            )
-        if error := unusable(name, value):
-            raise error
+    _check_tensors("cross_entropy", {"x": x, "target": target}, {"weight": weight})
     refuse_probabilities(backend, x, target)
-    ignore_index = _integer("ignore_index", ignore_index)
-    if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"ignore_index is {ignore_index}, expected an integer of 64 bits")
+    ignore_index = _ignore_index(ignore_index)
     ranks = _process_group(group)
     counts = _sizes(sizes, classes, x, ranks.size())
     refuse_gradients("cross_entropy", {"weight": weight})
     loss: Tensor = of_slices(x, target, weight, ranks, counts, ignore_index, code, options, inplace_backward)
     return loss
+
+
+def token_statistics(
+    logits: Tensor,
+    index: Tensor,
+    group: dist.ProcessGroup | None = None,
+    sizes: Sequence[int] | None = None,
+    *,
+    classes: int | None = None,
+    temperature: float = 1,  # not 1.0: see cross_entropy
+    softcap: float | None = None,
+    scale: float = 1,
+    row_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    inplace_backward: bool = False,
+    batch_invariant: bool = False,
+    outputs: Sequence[Statistic] = ("log_prob", "entropy"),
+) -> TokenStatistics:
+    """gander.token_statistics of logits of which each rank of a group holds a slice of the tokens.
+
+    The slices lie in the order of the group's ranks. The index counts all tokens. All ranks return the same
+    statistics.
+
+    A call does one all-gather. Per row and rank it has 12 bytes for log_prob or entropy, 16 for both, 28 for
+    all outputs (twice that for float64), and 8 bytes more. Nothing waits for the device, so that a CUDA graph
+    can capture the call. Backward does no communication: the gradients of the statistics must be the same on
+    all ranks. torch.compile(fullgraph=True) takes the call into its graph.
+
+    As in cross_entropy, each rank sends a hash of its shape of rows, dtypes and options, and of the sizes of
+    all slices as it takes them. Where hashes differ, the statistics and the gradient of each row that is not
+    left out are NaN on all ranks, and predicted is -1. With gander.set_debug(True), on all ranks, all raise a
+    ValueError that names what differs. Ranks with another number of rows, or other outputs, or float64 on
+    some, send another number of bytes. Only set_debug sees that: elsewhere the backend may fail or wait. A
+    row that some ranks leave out is NaN on the others. What a rank refuses, and when, is as in cross_entropy.
+
+    Args:
+        logits: (..., n), this rank's slice, of float16, bfloat16 or float32 (on the CPU also float64), any
+            strides. Without sizes and classes, all ranks have the same n.
+        index: logits.shape[:-1], uint8, int32 or int64, the same on all ranks. One that is not in any slice
+            makes log_prob NaN, and the gradient of its row if log_prob takes part in it (see set_debug).
+        group: A process group of torch.distributed, by default the whole world.
+        sizes: The n of each rank, for slices that differ in size. They may be 0.
+        classes: How many tokens there are in all slices, divided as torch.chunk divides them among the ranks:
+            the first slices have ceil(classes / ranks), the next one has the rest, and those after it none.
+        temperature: As in gander.token_statistics.
+        softcap: As in gander.token_statistics.
+        scale: As in gander.token_statistics.
+        row_mask: As in gander.token_statistics, the same on all ranks.
+        ignore_index: As in gander.token_statistics.
+        inplace_backward: Backward writes the gradient over logits, which must not be used afterwards.
+            Compiled graphs plan their own memory and ignore it.
+        batch_invariant: As in softmax.
+        outputs: The names of the statistics that are computed, the same on all ranks.
+
+    Returns:
+        A named tuple of the outputs, as gander.token_statistics. predicted counts all tokens.
+
+    Raises:
+        TypeError: A dtype, or what is no tensor.
+        ValueError: A shape, sizes, outputs, or the group.
+        NotImplementedError: A nested or a sparse tensor; a gradient of another statistic than log_prob and
+            entropy, except in a graph of torch.compile, which cannot raise: there the gradient of its row is
+            NaN; 2^31 tokens or more with is_top1 or predicted.
+        IndexError: An index, under set_debug(True).
+        RuntimeError: The device, the driver, or memory.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> gander.distributed.token_statistics(torch.zeros(1, 4), torch.tensor([2]))
+        TokenStatistics(log_prob=tensor([-1.3863]), entropy=tensor([1.3863]))
+        >>> dist.destroy_process_group()
+    """
+    if any(map(stands_for_tensor, (logits, index, row_mask))):
+        handed: TokenStatistics = overridden(token_statistics, locals())
+        return handed
+    names = check_outputs(outputs, STATISTICS)
+    check_flags(inplace_backward=inplace_backward, batch_invariant=batch_invariant)
+    options: dict[str, float] = loss_options(0.0, 0.0, scale, softcap, temperature)
+    if batch_invariant:
+        options["batch_invariant"] = True
+    _check_tensors("token_statistics", {"logits": logits, "index": index}, {"row_mask": row_mask})
+    ignore_index = _ignore_index(ignore_index)
+    ranks = _process_group(group)
+    counts = _sizes(sizes, classes, logits, ranks.size())
+    results = sharded_token_statistics.of_slices(
+        logits, index, row_mask, ranks, counts, ignore_index, names, options, inplace_backward
+    )
+    return named_statistics(names, results)
+
+
+def _check_tensors(function, required, optional):
+    """Refuses what is no plain tensor. The tensors are by argument; optional ones may be None."""
+    for name, value in (required | optional).items():
+        if value is None and name in optional:
+            continue
+        if is_dtensor(value):
+            raise TypeError(
+                f"{name} is a DTensor, expected this rank's slice; pass {name}.to_local(), or DTensors to "
+                f"gander.{function}"
+            )
+        if error := unusable(name, value):
+            raise error
+
+
+def _ignore_index(value):
+    value = _integer("ignore_index", value)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index is {value}, expected an integer of 64 bits")
+    return value
 
 
 def _is_integer(value):

@@ -1,4 +1,4 @@
-"""Cross-entropy of which each rank holds a slice of the classes: the kernels, and a call with NCCL."""
+"""Cross-entropy and statistics of tokens that are divided among ranks: the kernels, and calls with NCCL."""
 
 import subprocess
 import sys
@@ -45,6 +45,7 @@ def test_backward_of_slices(dtype, n):
 RANK = """
 import sys, torch, gander
 import torch.distributed as dist
+from gander._functions.token_statistics import STATISTICS
 rank, ranks = int(sys.argv[1]), int(sys.argv[2])
 torch.cuda.set_device(rank)
 device = torch.device("cuda", rank)
@@ -62,9 +63,9 @@ for dtype, m, n in (torch.bfloat16, 512, 32000), (torch.float32, 7, 1001), (torc
             whole, part = x.clone().requires_grad_(), x[:, cut].clone().requires_grad_()
             want = gander.cross_entropy(whole, target, weight=w, reduction=reduction)
             def call():
-                of_slice = None if w is None else w[cut]
+                own = None if w is None else w[cut]
                 return gander.distributed.cross_entropy(
-                    part, target, weight=of_slice, reduction=reduction, sizes=sizes
+                    part, target, weight=own, reduction=reduction, sizes=sizes
                 )
             loss = call()
             torch.testing.assert_close(loss, want)
@@ -72,13 +73,26 @@ for dtype, m, n in (torch.bfloat16, 512, 32000), (torch.float32, 7, 1001), (torc
             (dx,) = torch.autograd.grad(loss, part, upstream)
             (expected,) = torch.autograd.grad(want, whole, upstream)
             torch.testing.assert_close(dx, expected[:, cut])
-    with torch.no_grad():  # nothing waits for the device, so a graph can capture the call
+    options = {"temperature": 0.7, "row_mask": torch.arange(m, device=device) != 2, "outputs": STATISTICS}
+    index, logits = target.clone(), x.clone().requires_grad_()
+    index[0], logits.data[0, sizes[0]:] = 0, float("-inf")  # other slices have nothing else
+    of_slice = logits.detach()[:, cut].clone().requires_grad_()
+    def statistics():
+        return gander.distributed.token_statistics(of_slice, index, sizes=sizes, **options)
+    found, want = statistics(), gander.token_statistics(logits, index, **options)
+    for value, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-6, atol=5e-5)
+    upstream = [torch.rand(m).to(device) for _ in range(2)]
+    (dx,) = torch.autograd.grad(found[:2], of_slice, upstream)
+    (expected,) = torch.autograd.grad(want[:2], logits, upstream)
+    torch.testing.assert_close(dx, expected[:, cut])
+    with torch.no_grad():  # nothing waits for the device, so a graph can capture the calls
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = call()
+            captured, of_tokens = call(), statistics()
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(captured, loss)
+        assert torch.equal(captured, loss) and all(map(torch.equal, of_tokens, found))
         graph.reset()  # the group cannot be destroyed while a graph has its collectives
 dist.destroy_process_group()
 """

@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+from itertools import accumulate
 from multiprocessing.connection import wait
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 dist = pytest.importorskip("torch.distributed", reason="this torch is built without it")
 if not dist.is_available() or not dist.is_gloo_available():
@@ -117,3 +119,26 @@ class Collectives:
         self._mode.__exit__(*error)
         dist.all_gather_into_tensor = self._gather
         assert self._mode.get_total_counts() == len(self.sent), self._mode.get_comm_counts()
+
+
+# ---- What jobs share ----
+
+
+def bounds(sizes):
+    """Where this rank's slice of so many elements begins and ends."""
+    rank = dist.get_rank()
+    end = [*accumulate(sizes)][rank]
+    return end - sizes[rank], end
+
+
+def mine(tensor, sizes):
+    """This rank's slice of the last dimension."""
+    first, end = bounds(sizes)
+    return tensor[..., first:end]
+
+
+def in_one_graph(function, backend, **options):
+    """function, compiled, and the counter of the graphs that were made of it."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter

@@ -17,9 +17,8 @@ from itertools import accumulate
 import gander
 import pytest
 import torch
-from ranks import TIMEOUT, Collectives, dist, on_all, pools  # noqa: F401
+from ranks import TIMEOUT, Collectives, dist, in_one_graph, mine, on_all, pools  # noqa: F401
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 SIZES = {2: (5, 12), 3: (7, 1, 9), 4: (4, 0, 8, 5)}
@@ -27,12 +26,6 @@ INF, NAN = float("inf"), float("nan")
 
 
 # ---- What the jobs share ----
-
-
-def bounds(sizes):
-    rank = dist.get_rank()
-    end = [*accumulate(sizes)][rank]
-    return end - sizes[rank], end
 
 
 def example(sizes, leading=(6,), dtype=torch.float32, scale=3.0):
@@ -44,12 +37,6 @@ def example(sizes, leading=(6,), dtype=torch.float32, scale=3.0):
     if target.numel() > 1:
         target.view(-1)[1] = -100
     return x, target, (torch.rand(n, dtype=torch.float64) + 0.5).to(dtype)
-
-
-def mine(tensor, sizes):
-    """This rank's slice of the last dimension."""
-    first, end = bounds(sizes)
-    return tensor[..., first:end]
 
 
 def sliced(sizes):
@@ -629,13 +616,6 @@ def gradient_of(call, x, *arguments):
     loss = call(leaf, *arguments)
     loss.sum().backward()
     return loss.detach(), leaf.grad
-
-
-def in_one_graph(function, backend, **options):
-    """function, compiled, and the counter of the graphs that were made of it."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend(backend)
-    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
 def _compiled(sizes, backend):

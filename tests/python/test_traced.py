@@ -196,9 +196,10 @@ def test_public_functions_are_found_by_their_public_names():
                 )
 
 
-def test_distributed_cross_entropy_is_traced():
-    graph = torch.fx.symbolic_trace(lambda x, target: gander.distributed.cross_entropy(x, target)).graph
-    assert functions_of(graph) == ["gander.distributed.cross_entropy"]
+@pytest.mark.parametrize("name", gander.distributed.__all__)
+def test_distributed_functions_are_traced(name):
+    graph = torch.fx.symbolic_trace(lambda x, target: getattr(gander.distributed, name)(x, target)).graph
+    assert functions_of(graph) == [f"gander.distributed.{name}"]
 
 
 class Model(nn.Module):

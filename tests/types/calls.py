@@ -75,6 +75,7 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     assert len(found) == 2
     found.loss.backward()
     assert_type(gander.distributed.cross_entropy(x, target, weight=parameter, sizes=[8, 8]), Tensor)
+    assert_type(gander.distributed.token_statistics(x, target, row_mask=x, classes=8).entropy, Any)
     assert_type(gander.cross_entropy_fwd(x, target), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(gander.cross_entropy_fwd(x, target, return_lse=True), tuple[Tensor, Tensor])

@@ -31,6 +31,7 @@ autograd.register(
     {
         "cross_entropy": sharding.cross_entropy_of_slices,
         "cross_entropy_bwd": inductor.gradient,
+        "token_statistics": sharding.token_statistics_of_slices,
     },
 )
 fast.start(kernels.BINARY, autograd.fast_functions(), cross_entropy.ONE_PASS)

@@ -19,8 +19,8 @@ from .eager import is_batched
 from .graph_operators import define
 from .kernels import explained
 from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
-from .slice_plan import check, chunks, compare, plan_of, slice_of
-from .tensors import check_targets, has_no_values, statistic
+from .slice_plan import check, chunks, compare, new_part, plan_of, received, slice_of, write_hash
+from .tensors import check_targets, has_no_values
 
 _OF_LOGITS = ("scale", "softcap", "temperature")  # options that map logits
 
@@ -36,7 +36,7 @@ def of_slices(
         return _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more)
     plan = plan_of(x, target, weight, group.rank(), tuple(sizes), ignore_index, reduction, more)
     refuse_tangents((x,))
-    _refuse_vmap({"x": x, "target": target, "weight": weight})
+    refuse_vmap({"x": x, "target": target, "weight": weight})
     refuse_outer_gradients("distributed.cross_entropy", x)
     try:
         return _apply(x, target, weight, group, plan, bool(inplace_backward))
@@ -71,19 +71,23 @@ def of_mesh(x, target, weight, divisor, mesh, dim, classes, ignore_index, reduct
     return loss if divisor is None else loss / divisor
 
 
-def _refuse_vmap(given):
+_BY_ROW = ", with reduction='none'"
+
+
+def refuse_vmap(given, how=_BY_ROW):
+    """how: what else the call needs that replaces a batched one."""
     functorch = torch._C._functorch
     for name, tensor in given.items():
         while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
             if functorch.is_batchedtensor(tensor):
-                raise _batched(name)
+                raise batched(name, how)
             tensor = functorch.get_unwrapped(tensor)
 
 
-def _batched(name):
+def batched(name, how=_BY_ROW):
     return NotImplementedError(
         f"{name} is batched by torch.func.vmap, expected a plain tensor: a collective cannot be batched; "
-        "pass all rows in one call, with reduction='none'"
+        f"pass all rows in one call{how}"
     )
 
 
@@ -104,7 +108,8 @@ def part_of(x, target, local, weight, group, plan):
         if not plan.contradiction:
             check_targets(sum(plan.sizes), target, plan.ignore_index)
     n, rows, smoothing = x.shape[-1], target.numel(), plan.options.get("label_smoothing", 0.0)
-    each, mine = count(weight, smoothing), new_part(x, target, weight, smoothing)
+    each = count(weight, smoothing)
+    mine = new_part(x, each * rows)
     write_hash(mine, each * rows, plan)
     if plan.contradiction:  # all others see the hash, and read nothing else
         return mine
@@ -132,30 +137,9 @@ def gathered(x, target, local, weight, group, plan):
     return every
 
 
-def write_hash(mine, numbers, plan):
-    """Writes what follows the numbers of a rank."""
-    words = _words(mine.dtype)
-    _, padding, last = mine.split([numbers, mine.numel() - numbers - words, words])
-    last.view(torch.int64).fill_(plan.hash)
-    if padding.numel():
-        padding.zero_()  # so that the same bits are sent on each run
-
-
-def _words(dtype):
-    """How many numbers of this dtype have as many bits as the hash."""
-    return 8 // dtype.itemsize
-
-
 def count(weight, smoothing):
     """How many numbers of a row a rank sends."""
     return 4 if weight is not None or smoothing else 3
-
-
-def new_part(x, target, weight, smoothing):
-    """What a rank sends, without values. The last elements are the hash, aligned to 8 bytes."""
-    dtype = statistic(x.dtype)
-    words, numbers = _words(dtype), count(weight, smoothing) * target.numel()
-    return x.new_empty((numbers + words - 1) // words * words + words, dtype=dtype)
 
 
 def combined(every, target, local, weight, plan):
@@ -163,12 +147,8 @@ def combined(every, target, local, weight, plan):
     and the weights of the targets or None."""
     if plan.contradiction:
         raise ValueError(plan.contradiction)
-    rows, ranks, smoothing = target.numel(), len(plan.sizes), plan.options.get("label_smoothing", 0.0)
-    each = count(weight, smoothing)
-    every = every.view(ranks, -1)
-    # With NaN in the place of one rank's numbers the loss and the log-sum-exp are NaN.
-    differs = every[:, -_words(every.dtype) :].view(torch.int64) != plan.hash
-    parts = torch.where(differs, float("nan"), every[:, : each * rows]).view(ranks, each, rows)
+    rows, smoothing = target.numel(), plan.options.get("label_smoothing", 0.0)
+    parts = received(every, count(weight, smoothing), rows, plan)
     lse, weights = every.new_empty(2 * rows + 1), None if weight is None else every.new_empty(target.shape)
     loss = every.new_empty(target.shape if plan.reduction == NONE else ())
     if rows:
@@ -278,11 +258,11 @@ def _part_kernel(x, target, weight, *options):
 
 def _part_fake(x, target, weight, sizes, ignore_index, reduction, group, *more):
     check(x, target, weight)
-    return new_part(x, target, weight, more[0])
+    return new_part(x, count(weight, more[0]) * target.numel())
 
 
 def _refuse_batch(info, in_dims, *given):
-    raise _batched("target or weight" if in_dims[0] is None else "x")
+    raise batched("target or weight" if in_dims[0] is None else "x")
 
 
 def _combined_kernel(x, every, target, weight, *options):

@@ -30,12 +30,10 @@ from .sharded_cross_entropy import (
     count,
     counted,
     gathered,
-    new_part,
     part_of,
     refuse_beside_weight,
-    write_hash,
 )
-from .slice_plan import Plan, chunks, plan_of, slice_of
+from .slice_plan import Plan, chunks, new_part, plan_of, slice_of, write_hash
 from .slice_smoothing import gradient as gradient_of_slice
 from .tensors import has_no_values, statistic
 
@@ -271,7 +269,7 @@ def _part_kernel(x, weight, target, bias, *options):
     with torch.autocast(x.device.type, enabled=False):
         call = _call_of(*options)
         whole, smoothing = _whole_plan(x, weight, target, call), call.more[0]
-        mine = new_part(x, target, None, smoothing)
+        mine = new_part(x, count(None, smoothing) * x.shape[0])
         numbers = mine[: count(None, smoothing) * x.shape[0]].view(-1, x.shape[0])
         write_hash(mine, numbers.numel(), whole)
         for part, logits in Products(x, weight, bias, [False] * 3, call.chunk, call.wide).chunks():
@@ -282,7 +280,7 @@ def _part_kernel(x, weight, target, bias, *options):
 
 
 def _part_fake(x, weight, target, bias, weight_ce, sizes, ignore_index, reduction, group, chunk, wide, *more):
-    return new_part(x, target, None, more[0])
+    return new_part(x, count(None, more[0]) * target.numel())
 
 
 def _combined_kernel(x, weight, target, bias, row_weights, divisor, upstream, every, *options):

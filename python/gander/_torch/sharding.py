@@ -1,10 +1,10 @@
 """DTensor rules for gander's operators, from the table of operators.
 
 Leading dimensions may be sharded, in the same way for all operands that have rows. The last dimension may be
-sharded too in cross_entropy, where gander.distributed computes the loss. An operand with an element
-for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses. Heads of
-tokens may be sharded by sequences or by heads. Other placements are refused here, because DTensor would
-gather the tensor without an error.
+sharded too in cross_entropy and token_statistics, which gander.distributed computes. An operand with an
+element for each column (a weight) is replicated. Its gradient is a partial sum, and so is the sum of losses.
+Heads of tokens may be sharded by sequences or by heads. Other placements are refused here, because DTensor
+would gather the tensor without an error.
 
 Importing DTensor takes about as long as importing the rest of torch, so the rules are registered when a
 program imports it.
@@ -37,6 +37,9 @@ _MEAN_OVER_SHARDS = (
     "denominator on each rank; use reduction='sum' and divide by the weights of all ranks' rows that "
     "are not ignored, or with class probabilities by their number"
 )
+
+# Operators whose last dimension may be sharded: see their functions below.
+_TAKE_SLICES = ("cross_entropy", "token_statistics")
 
 
 def _rule(name, given):
@@ -101,7 +104,7 @@ def _rule(name, given):
         if any(placement.dim + before >= leading for placement in used) or not (
             by_row or layout(argument) in ("rows", "broadcast") or of[argument].shape == "row_states"
         ):
-            hint = "; sharded classes need torch.no_grad, not inference_mode" * (name == "cross_entropy")
+            hint = "; sharded classes need torch.no_grad, not inference_mode" * (name in _TAKE_SLICES)
             refuse(
                 f"{found} Shard of a leading dimension, because rows are reduced whole; redistribute it{hint}"
             )
@@ -209,7 +212,65 @@ def _of_heads(name, specs, inputs, computed, refuse):
     return [replicated, *map(placements, shards)]
 
 
-# ---- Cross-entropy of sharded classes ----
+# ---- Sharded classes ----
+
+
+def _dimension_of_slices(x):
+    """The dimension of the mesh on which the classes of logits are sharded, or None for other logits, and
+    those that the rule refuses."""
+    if not is_dtensor(x):
+        return None
+    on = dimensions_of_classes(x)
+    return on[0] if len(on) == 1 and not any(placement.is_partial() for placement in x.placements) else None
+
+
+def _placed_by_row(value, x, placements):
+    """A result with an element for each row of a DTensor, from this rank's part of it."""
+    whole = {"shape": x.shape[:-1], "stride": torch.empty(x.shape[:-1], device="meta").stride()}
+    return dtensor.DTensor.from_local(value, x.device_mesh, placements, run_check=False, **whole)
+
+
+def token_statistics_of_slices(given):
+    """token_statistics' results for logits whose tokens are sharded on one dimension of the mesh, or None for
+    any other logits.
+
+    On that dimension the results are replicated. On others they are placed like the rows.
+    """
+    logits = given[0]
+    on = _dimension_of_slices(logits)
+    if on is None:
+        return None
+    from torch.distributed.tensor import Replicate
+
+    from . import sharded_token_statistics
+
+    name = "token_statistics"
+    mine, values, rows = logits.to_local(), by_name(name, given), [*logits.placements]
+    rows[on] = Replicate()
+    if values["needs_state"]:
+        raise NotImplementedError(
+            f"gander: {name}: needs_state is set with logits whose tokens are sharded, expected False: "
+            "backward takes the state of whole rows; redistribute logits"
+        )
+    index, row_mask = (_rows_of(name, "logits", logits, of, values[of], rows) for of in ("index", "row_mask"))
+    neutral = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
+    options = {option: values[option] for option in neutral if values[option] != neutral[option]}
+    outputs = [result for result in sharded_token_statistics.STATISTICS if values[f"needs_{result}"]]
+    results = sharded_token_statistics.of_mesh(
+        mine,
+        index,
+        row_mask,
+        logits.device_mesh,
+        on,
+        logits.shape[-1],
+        values["ignore_index"],
+        outputs,
+        options,
+    )
+    return *(
+        _placed_by_row(value, logits, rows) if values[f"needs_{result}"] else value
+        for result, value in zip(sharded_token_statistics.STATISTICS, results, strict=True)
+    ), mine.new_empty(0)
 
 
 def cross_entropy_of_slices(given):
@@ -220,11 +281,9 @@ def cross_entropy_of_slices(given):
     them. The statistics are a tensor without elements.
     """
     x = given[0]
-    if not is_dtensor(x):
+    on = _dimension_of_slices(x)
+    if on is None:
         return None
-    on = dimensions_of_classes(x)
-    if len(on) != 1 or any(placement.is_partial() for placement in x.placements):
-        return None  # the rule refuses it
     from torch.distributed.tensor import Partial, Replicate
 
     from . import sharded_cross_entropy
@@ -233,7 +292,7 @@ def cross_entropy_of_slices(given):
     values = by_name("cross_entropy", given)
     is_mean, is_none = values["reduction"] == MEAN, values["reduction"] == NONE
     mesh, rows = x.device_mesh, [*x.placements]
-    rows[on[0]] = Replicate()
+    rows[on] = Replicate()
     sharded = any(map(is_shard, rows))
     if sharded and is_mean:
         raise NotImplementedError(f"gander: cross_entropy: {_MEAN_OVER_SHARDS}")
@@ -242,47 +301,50 @@ def cross_entropy_of_slices(given):
             "gander: cross_entropy: needs_lse is set with x whose classes are sharded, expected False: "
             "backward takes statistics of whole rows; redistribute x"
         )
-    target = values["target"]
-    if is_dtensor(target) and target.shape != x.shape[:-1]:  # which the parts of some ranks may not show
-        raise ValueError(
-            f"gander: cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(x.shape[:-1])}, "
-            "the leading dimensions of x"
-        )
+    target = _rows_of("cross_entropy", "x", x, "target", values["target"], rows)
     if values["divisor"] is not None and is_mean:
         raise ValueError(
             "gander: cross_entropy: divisor is given with reduction 'mean', expected 'sum' or 'none', which "
             "it divides"
         )
     loss_options = {name: values[name] for name, neutral in LOSS_OPTIONS.items() if values[name] != neutral}
-    target = _local("target", target, mesh, rows)
     weight, divisor = (
-        _local(name, values[name], mesh, [Replicate()] * mesh.ndim) for name in ("weight", "divisor")
+        _local("cross_entropy", "x", name, values[name], mesh, [Replicate()] * mesh.ndim)
+        for name in ("weight", "divisor")
     )
     options = values["ignore_index"], values["reduction"]
     loss = sharded_cross_entropy.of_mesh(
-        mine, target, weight, divisor, mesh, on[0], x.shape[-1], *options, loss_options
+        mine, target, weight, divisor, mesh, on, x.shape[-1], *options, loss_options
     )
     lse = loss.new_empty(0)
     if is_none:
-        shape = x.shape[:-1]
-        whole = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
-        return dtensor.DTensor.from_local(loss, mesh, rows, run_check=False, **whole), lse
+        return _placed_by_row(loss, x, rows), lse
     placements = [Partial("sum") if is_shard(placement) else placement for placement in rows]
     return dtensor.DTensor.from_local(loss, mesh, placements, run_check=False), lse
 
 
-def _local(name, value, mesh, placements):
+def _rows_of(operator, first, x, name, value, placements):
+    """This rank's part of an operand with an element for each row of x, which is the operand `first`."""
+    if is_dtensor(value) and value.shape != x.shape[:-1]:  # which the parts of some ranks may not show
+        raise ValueError(
+            f"gander: {operator}: {name} has shape {tuple(value.shape)}, expected {tuple(x.shape[:-1])}, "
+            f"the leading dimensions of {first}"
+        )
+    return _local(operator, first, name, value, x.device_mesh, placements)
+
+
+def _local(operator, first, name, value, mesh, placements):
     """This rank's part of an operand. A plain tensor already is that part."""
     if not is_dtensor(value):
         return value
     if value.device_mesh != mesh:
         raise ValueError(
-            f"gander: cross_entropy: {name} is on {value.device_mesh}, expected {mesh}, the mesh of x; "
+            f"gander: {operator}: {name} is on {value.device_mesh}, expected {mesh}, the mesh of {first}; "
             "distribute it there"
         )
     if [*value.placements] != placements:
         raise NotImplementedError(
-            f"gander: cross_entropy: {name} has placements {value.placements}, expected {tuple(placements)} "
+            f"gander: {operator}: {name} has placements {value.placements}, expected {tuple(placements)} "
             "with these logits; redistribute it"
         )
     return value.to_local()
