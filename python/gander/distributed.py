@@ -120,8 +120,8 @@ def token_statistics(
     logits: Tensor,
     index: Tensor,
     group: dist.ProcessGroup | None = None,
-    sizes: Sequence[int] | None = None,
     *,
+    sizes: Sequence[int] | None = None,
     classes: int | None = None,
     temperature: float = 1,  # not 1.0: see cross_entropy
     softcap: float | None = None,
