@@ -145,8 +145,12 @@ var explained = map[string]request{
 // residual is the operands of a norm with a residual. sums is how many of dw and db backward computes.
 func residual(sums int8) normOperands { return normOperands{second: 1, third: sums > 0, sums: sums} }
 
-// explainedOps lists those names.
-var explainedOps = alternatives(slices.Sorted(maps.Keys(explained)))
+// explainedOps lists those names, of forward and backward that of forward alone.
+var explainedOps = func() string {
+	isBackward := func(name string) bool { return strings.HasSuffix(name, "_backward") }
+	names := slices.DeleteFunc(slices.Sorted(maps.Keys(explained)), isBackward)
+	return alternatives(append(names, "such a name with _backward"))
+}()
 
 // alternatives lists names in a sentence.
 func alternatives(names []string) string {

@@ -48,8 +48,10 @@ PAIRS = {
         ),
     ),
     "soft_cross_entropy": (
-        lambda x, weight, target: gander.cross_entropy(x * weight, x.detach().cos().abs(), reduction="none"),
-        lambda x, weight, target: F.cross_entropy(x * weight, x.detach().cos().abs(), reduction="none"),
+        lambda x, weight, target: gander.cross_entropy(
+            x * weight, x.detach().cos().softmax(-1), reduction="none"
+        ),
+        lambda x, weight, target: F.cross_entropy(x * weight, x.detach().cos().softmax(-1), reduction="none"),
     ),
     "layernorm": (
         lambda x, weight, target: gander.layernorm(x, weight, weight.cos()),
