@@ -307,5 +307,5 @@ func TestListOfAlgorithms(t *testing.T) {
 	require.NoError(t, err)
 	assert.Len(t, list, 1)
 	_, err = Algorithms("softmax")
-	assert.ErrorContains(t, err, `algorithms: op is "softmax", expected cross_entropy_backward`)
+	assert.ErrorContains(t, err, `algorithms: op is "softmax", expected cross_entropy_forward`)
 }

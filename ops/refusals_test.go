@@ -418,7 +418,7 @@ func TestExplain(t *testing.T) {
 		message string
 	}{
 		{"softmax", 1, 1, dlpack.Float32, host, ops.StatusOption,
-			`explain: op is "softmax", expected cross_entropy_backward`},
+			`explain: op is "softmax", expected cross_entropy_forward`},
 		{"softmax_forward", -1, 1, dlpack.Float32, host, ops.StatusShape,
 			"shape is (-1, 1), expected M >= 0 rows of N >= 1"},
 		{"softmax_forward", 1, 0, dlpack.Float32, host, ops.StatusShape, "shape is (1, 0)"},
