@@ -656,11 +656,11 @@ check_jax() {
 # kernels, where only those that the planner chooses run.
 check_emulated() {
   emulate 900 900
-  emulate 900 1200 -k "not test_kernel"
+  emulate 900 1200 -k test_policy
 }
 check_emulated80() {
   emulate 800 800
-  emulate 800 860 -k "not test_kernel"
+  emulate 800 860 -k test_policy
 }
 
 # emulate ARCH DEVICE [PYTEST OPTIONS]: the libcuda.so.1 lies in a folder that no other check sees.
