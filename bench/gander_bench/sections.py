@@ -512,6 +512,19 @@ def step(options: Options) -> Iterator[Point]:
 # ---- linear, head and sharded: a head that keeps no logits, and the loss of a slice of the classes ----
 
 
+def _errors_and_memory(call, wanted) -> dict:
+    """How far dx, and dw if it is made, are from float64, and the memory of a call besides them."""
+    made = call()
+    pairs = zip(("dx", "dw")[: len(wanted)], made, wanted, strict=True)
+    far = {f"{which} off": losses.off(got, want) for which, got, want in pairs}
+    furthest = max(far.values(), key=nan_last)
+    if not furthest < WRONG[made[0].dtype]:
+        raise ArithmeticError(f"wrong result: {furthest:.1e} off")
+    gradients = sum(gradient.nbytes for gradient in made) / 2**20
+    del made
+    return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
+
+
 def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
     torch.manual_seed(0)
     inputs = losses.linear_inputs(m, HIDDEN, n, DTYPES[dtype], "cuda")
@@ -520,18 +533,9 @@ def _linear_point(providers, options: Options, dtype: str, m: int, n: int) -> di
 
     def prepare(name):
         call = losses.linear_gradients(provider(name).functions["linear_cross_entropy"], *inputs)
-        made = call()
-        far = {
-            f"{which} off": losses.off(got, want)
-            for which, got, want in zip(("dx", "dw"), made, wanted, strict=True)
-        }
-        furthest = max(far.values(), key=nan_last)
-        if not furthest < WRONG[inputs[0].dtype]:
-            raise ArithmeticError(f"wrong result: {furthest:.1e} off")
-        gradients = sum(gradient.nbytes for gradient in made) / 2**20
-        del made
+        figures = _errors_and_memory(call, wanted)
         calls[name] = call
-        return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
+        return figures
 
     results = each_result(providers, prepare)
     matmuls = losses.matmuls(*inputs[:2])
@@ -572,16 +576,9 @@ def _head_point(providers, options: Options, mode: str, dtype: str, m: int, n: i
     def prepare(name):
         function = provider(name).functions["linear_token_statistics"]
         call = losses.statistics_gradients(function, *inputs, **how)
-        made = call()
-        pairs = zip(("dx", "dw"), made, wanted, strict=False)
-        far = {f"{which} off": losses.off(got, want) for which, got, want in pairs}
-        furthest = max(far.values(), key=nan_last)
-        if not furthest < WRONG[inputs[0].dtype]:
-            raise ArithmeticError(f"wrong result: {furthest:.1e} off")
-        gradients = sum(gradient.nbytes for gradient in made) / 2**20
-        del made
+        figures = _errors_and_memory(call, wanted)
         calls[name] = call
-        return far | {"peak MiB": round(_peak_mib(call) - gradients, 1)}
+        return figures
 
     results = each_result(providers, prepare)
     trained = how["trained"]

@@ -330,7 +330,7 @@ def _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, opti
     return _merged_in_graph(logits, every, *given)[: len(STATISTICS)]
 
 
-_DEFAULTS = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
+DEFAULTS = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
 
 
 def _outputs(more):
@@ -338,8 +338,8 @@ def _outputs(more):
 
 
 def _options(more):
-    given = zip(_DEFAULTS, more[len(STATISTICS) :], strict=True)
-    return {name: value for name, value in given if value != _DEFAULTS[name]}
+    given = zip(DEFAULTS, more[len(STATISTICS) :], strict=True)
+    return {name: value for name, value in given if value != DEFAULTS[name]}
 
 
 def _resolved(logits, index, row_mask, sizes, ignore_index, group, *more):

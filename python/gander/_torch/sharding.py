@@ -253,7 +253,7 @@ def token_statistics_of_slices(given):
             "backward takes the state of whole rows; redistribute logits"
         )
     index, row_mask = (_rows_of(name, "logits", logits, of, values[of], rows) for of in ("index", "row_mask"))
-    neutral = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
+    neutral = sharded_token_statistics.DEFAULTS
     options = {option: values[option] for option in neutral if values[option] != neutral[option]}
     outputs = [result for result in sharded_token_statistics.STATISTICS if values[f"needs_{result}"]]
     results = sharded_token_statistics.of_mesh(
