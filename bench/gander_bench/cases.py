@@ -348,6 +348,27 @@ OPTIONED = _of_losses(
 )
 
 
+def _probability_inputs(m, n, dtype, device):
+    x, p = (torch.randn(m, n, dtype=dtype, device=device) for _ in range(2))
+    return x, p.softmax(-1)
+
+
+def _probability_losses(x, p):
+    return (F.cross_entropy(x, p.to(x.dtype), reduction="none"),)
+
+
+def _probability_gradient(x, p):
+    """Of the sum of the losses. Rounded probabilities do not sum to 1."""
+    return (x.softmax(-1) * p.sum(-1, keepdim=True) - p,)
+
+
+# Cross-entropy of class probabilities, which the section `options` measures too: backward alone.
+PROBABILITIES = {
+    "cross_entropy_probabilities_forward": Operator("rr", _probability_inputs, _probability_losses),
+    "cross_entropy_probabilities_backward": Operator("rrw", _probability_inputs, _probability_gradient),
+}
+
+
 def _token_inputs(m, n, dtype, device, *, masked=False):
     """With a mask, every second row is left out."""
     x, index = _cross_entropy_inputs(m, n, dtype, device)
@@ -404,7 +425,7 @@ STATISTICS = _of_tokens(
 )
 for _name in [name for name in STATISTICS if "masked" in name]:
     STATISTICS[_name] = replace(STATISTICS[_name], inputs=functools.partial(_token_inputs, masked=True))
-COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED | STATISTICS
+COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED | PROBABILITIES | STATISTICS
 
 
 def _rmsnorm_backward_dx_inputs(m, n, dtype, device):
@@ -536,6 +557,16 @@ def _loss_gradient_in_place(cross_entropy):
     return lambda x, target: _loss_gradient(cross_entropy)(x.clone(), target)
 
 
+def _probabilities_backward(cross_entropy):
+    def prepare(x, p):
+        leaf = _leaf(x)
+        losses = cross_entropy(leaf, p, reduction="none")
+        ones = torch.ones_like(losses)
+        return lambda: torch.autograd.grad(losses, leaf, ones, retain_graph=True)
+
+    return prepare
+
+
 def _softmax(x):
     return F.softmax(x, -1)
 
@@ -613,6 +644,8 @@ def _torch():
             "rmsnorm_backward": _rmsnorm_gradient(_rmsnorm),
             "cross_entropy_forward": _tuple(_losses),
             "cross_entropy_loss_gradient": _loss_gradient(_sum_of_losses),
+            "cross_entropy_probabilities_forward": _tuple(_losses),
+            "cross_entropy_probabilities_backward": _probabilities_backward(F.cross_entropy),
             "rmsnorm_residual_forward": _direct(_rmsnorm_residual),
             "rmsnorm_residual_backward": _rmsnorm_residual_gradient(_rmsnorm_residual),
             "layernorm_forward": _tuple(_layernorm),
@@ -748,6 +781,8 @@ def _torch_compile():
             "rmsnorm_backward": _compiled(_float_norm_backward(_rmsnorm_backward)),
             "cross_entropy_forward": _compiled(lambda x, target: (_losses(x, target),)),
             "cross_entropy_loss_gradient": _compiled(_float_loss_gradient),
+            "cross_entropy_probabilities_forward": _compiled(_of_floats(_probability_losses)),
+            "cross_entropy_probabilities_backward": _compiled(_of_floats(_probability_gradient)),
             "rmsnorm_residual_forward": _compiled(_rmsnorm_residual),
             "rmsnorm_residual_backward": _compiled(_float_norm_backward(_rmsnorm_residual_backward)),
             "layernorm_forward": _compiled(lambda *inputs: (_layernorm(*inputs),)),
@@ -873,6 +908,8 @@ def _gander():
             "rmsnorm_backward": _direct(lambda *inputs: gander.rmsnorm_bwd(*inputs)[:2]),
             "cross_entropy_forward": _gander_losses(),
             "cross_entropy_loss_gradient": _gander_loss_gradient(),
+            "cross_entropy_probabilities_forward": _gander_losses(),
+            "cross_entropy_probabilities_backward": _probabilities_backward(gander.cross_entropy),
             "rmsnorm_backward_dx": _tuple(lambda x, dout, rstd: gander.rmsnorm_bwd(x, None, dout, rstd)[0]),
             "cross_entropy_backward": _tuple(gander.cross_entropy_bwd),
             "rmsnorm_residual_forward": _direct(

@@ -49,6 +49,7 @@ __device__ __forceinline__ void move(const Tensors& tensors, vectors n) {
 
 // An "r" for each tensor read, a "w" for each written.
 CEILINGS(r, 1, 0)
+CEILINGS(rr, 2, 0)
 CEILINGS(rw, 1, 1)
 CEILINGS(rrw, 2, 1)
 CEILINGS(rrww, 2, 2)

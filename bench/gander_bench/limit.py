@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-TRAFFICS = ("r", "rw", "rrw", "rrww", "rrrw", "rrrww")  # those of ceiling.cu
+TRAFFICS = ("r", "rr", "rw", "rrw", "rrww", "rrrw", "rrrww")  # those of ceiling.cu
 _UNROLLS = (1, 2, 4, 8)  # the kernels' vectors per thread
 _THREADS = (128, 256, 512, 1024)
 _VECTOR = 16  # bytes

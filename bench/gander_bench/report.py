@@ -65,6 +65,8 @@ TITLES = {
             ("options", "all of them"),
         )
     },
+    "cross_entropy_probabilities_forward": "cross-entropy of class probabilities, forward",
+    "cross_entropy_probabilities_backward": "cross-entropy of class probabilities, backward",
     **{
         f"token_statistics{kind}_{way}": f"{which}, {what}"
         for way, what in (("forward", "forward"), ("gradient", "with the gradient"))

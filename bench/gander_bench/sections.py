@@ -21,6 +21,7 @@ from .cases import (
     NORMS,
     OPERATORS,
     OPTIONED,
+    PROBABILITIES,
     PROVIDERS,
     QK_NORM,
     ROTARY,
@@ -370,13 +371,16 @@ _PLAIN = "gander-plain"
 
 
 def loss_options(options: Options) -> Iterator[Point]:
-    """Cross-entropy with each of its options and with all of them, beside it without."""
-    for op in options.operators or OPTIONED:
+    """Cross-entropy with each of its options and with all of them, beside it without; and of class
+    probabilities."""
+    for op in options.operators or OPTIONED | PROBABILITIES:
         for dtype in options.dtypes or ("bfloat16", "float32"):
             for m, n in options.shapes or LOSSES:
                 name = {"section": "options", "op": op, "dtype": dtype, "m": m, "n": n}
-                having = (*_having_operator(options.providers, op), _PLAIN)
-                yield from _point(name, having, _options_point, options, op, dtype, m, n)
+                having, measure = _having_operator(options.providers, op), _gpu_point
+                if op in OPTIONED:
+                    having, measure = (*having, _PLAIN), _options_point
+                yield from _point(name, having, measure, options, op, dtype, m, n)
 
 
 def _tokens_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:

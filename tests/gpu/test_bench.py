@@ -27,14 +27,17 @@ def test_plain_kernels_move_each_tensor(traffic):
         assert all(torch.equal(tensor, want) for tensor in written), name
 
 
+LOSSES = cases.OPTIONED | cases.PROBABILITIES
+
+
 def section_of(op):
-    for operators, section in ((cases.NORMS, sections.norms), (cases.OPTIONED, sections.loss_options)):
+    for operators, section in ((cases.NORMS, sections.norms), (LOSSES, sections.loss_options)):
         if op in operators:
             return section
     return sections.rotary
 
 
-@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY | cases.QK_NORM | cases.OPTIONED)
+@pytest.mark.parametrize("op", cases.NORMS | cases.ROTARY | cases.QK_NORM | LOSSES)
 def test_points_by_shape(op):
     options = sections.Options(("torch", "gander"), (op,), ("bfloat16", "float16"), ((33, 512),), seconds=0)
     for point in section_of(op)(options):

@@ -503,22 +503,26 @@ def test_points_of_rotary(command, monkeypatch):
 
 def test_points_of_options(command, monkeypatch):
     """The command from end to end. The limit with a gradient reads two tensors."""
-    moved = measured_on_the_cpu(monkeypatch, cases.OPTIONED | cases.OPERATORS)
+    operators = cases.OPTIONED | cases.PROBABILITIES
+    moved = measured_on_the_cpu(monkeypatch, operators | cases.OPERATORS)
     chosen = ["options", "--shapes", "3x40", "--dtypes", "float32", "--providers", "torch,gander"]
     for resume in ([], ["--resume"]):
         result = command(*chosen, "--out", "a", *resume)
         assert result.exit_code == 0, result.output
     found = lines("a")
-    assert [record["op"] for record in found] == list(cases.OPTIONED)
+    assert [record["op"] for record in found] == list(operators)
     for record, (traffic, read) in zip(found, moved, strict=True):
-        assert traffic == ("r" if record["op"].endswith("forward") else "rrw") and len(read) in (1, 2)
-        assert set(record["results"]) == {"torch", "gander", "gander-plain"}
+        of_probabilities = record["op"] in cases.PROBABILITIES
+        forward = "rr" if of_probabilities else "r"
+        assert traffic == (forward if record["op"].endswith("forward") else "rrw") and len(read) in (1, 2)
+        plain = () if of_probabilities else ("gander-plain",)
+        assert set(record["results"]) == {"torch", "gander", *plain}
         assert all(figures["off"] < 1e-4 and figures["us"] for figures in record["results"].values())
     shown = command("--report", "a", "--no-plots")
     assert shown.exit_code == 0 and "cross-entropy with a z-loss, forward" in shown.output
     points = list(sections.loss_options(sections.Options(("gander",))))
-    assert len(points) == len({records.key(point.name) for point in points}) == 10 * 2 * len(sections.LOSSES)
-    assert {point.providers for point in points} == {("gander", "gander-plain")}
+    assert len(points) == len({records.key(point.name) for point in points}) == 12 * 2 * len(sections.LOSSES)
+    assert {point.providers for point in points} == {("gander", "gander-plain"), ("gander",)}
 
 
 def options_record(op, mine, m=8192):
