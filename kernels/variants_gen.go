@@ -1218,7 +1218,6 @@ var Variants = numbered([]Variant{
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_rows_float32_32x4", Op: 24, Threads: 128, RowThreads: 32, Vectors: 4, Resident: 8, Elsewhere: []Residency{{8, 6}}},
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_rows_float32_256x4", Op: 24, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4, ExactWarps: true},
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_rows_float32_32x4_unaligned", Op: 24, Threads: 128, RowThreads: 32, Vectors: 4, Unaligned: true, Resident: 6},
-	{Family: 17, Symbol: "general_cross_entropy_forward_dx_rows_float32_512x4_cluster", Op: 24, Threads: 512, RowThreads: 512, Vectors: 4, Cluster: true, Resident: 2, ExactWarps: true},
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_partial_float32_256x4", Op: 24, Shape: 1, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4},
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_partial_float32_256x2_unaligned", Op: 24, Shape: 1, Threads: 256, RowThreads: 256, Vectors: 2, Unaligned: true, Resident: 4, Elsewhere: []Residency{{12, 3}}},
 	{Family: 17, Symbol: "general_cross_entropy_forward_dx_apply_float32_256x4", Op: 24, Shape: 2, Threads: 256, RowThreads: 256, Vectors: 4, Resident: 4},

@@ -1122,8 +1122,8 @@ var list45 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
 	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 256, Vectors: 4},
-	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, Regime: TwoPasses, Resident: 16},
+	{For: 0x1, UpTo: 4096, Below: Count{1, true}, Bits: 16, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 2},
+	{For: 0x1, Regime: TwoPasses, Resident: 64},
 }
 
 var list46 = []Row{

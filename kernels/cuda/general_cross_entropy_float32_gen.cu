@@ -18,7 +18,6 @@ KERNEL(general_cross_entropy_forward_dx_rows_float32_8x4, 128, 8, rows_body<Gene
 KERNEL(general_cross_entropy_forward_dx_rows_float32_32x4, 128, 8, rows_body<GeneralCrossEntropyForward<f32, true>, 32, 4, 0>)
 KERNEL(general_cross_entropy_forward_dx_rows_float32_256x4, 256, 4, rows_body<GeneralCrossEntropyForward<f32, true>, 256, 4, kExactWarps>)
 KERNEL(general_cross_entropy_forward_dx_rows_float32_32x4_unaligned, 128, 6, rows_body<GeneralCrossEntropyForward<f32, true>, 32, 4, kUnaligned>)
-KERNEL(general_cross_entropy_forward_dx_rows_float32_512x4_cluster, 512, 2, rows_body<GeneralCrossEntropyForward<f32, true>, 512, 4, kCluster | kExactWarps>)
 KERNEL(general_cross_entropy_forward_dx_partial_float32_256x4, 256, 4, partial_body<GeneralCrossEntropyForward<f32, true>, 256, 4, false, false>)
 KERNEL(general_cross_entropy_forward_dx_partial_float32_256x2_unaligned, 256, 4, partial_body<GeneralCrossEntropyForward<f32, true>, 256, 2, true, false>)
 KERNEL(general_cross_entropy_forward_dx_apply_float32_256x4, 256, 4, apply_body<GeneralCrossEntropyForward<f32, true>, 4, false>)
