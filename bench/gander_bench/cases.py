@@ -666,7 +666,7 @@ def _torch():
         )
         | _of_tokens("forward", lambda **how: _direct(_of_floats(_tokens, **how)))
         | _of_tokens(
-            "gradient", lambda **how: _tokens_through_autograd(_of_floats(_tokens, **how)), _DIFFERENTIATED
+            "gradient", lambda **how: statistics_gradient(_of_floats(_tokens, **how)), _DIFFERENTIATED
         ),
     )
 
@@ -846,7 +846,7 @@ def _gander_tokens(every=False, **how):
 _OTHERS = ("log_sum_sq_probs", "mean_logit", "is_top1", "predicted")
 
 
-def _tokens_through_autograd(function):
+def statistics_gradient(function):
     """The gradient of what function(x, index, row_mask) returns, log_prob and entropy."""
 
     def prepare(x, index, row_mask=None):
@@ -859,7 +859,7 @@ def _tokens_through_autograd(function):
 
 
 def _gander_tokens_gradient(**how):
-    return _tokens_through_autograd(
+    return statistics_gradient(
         lambda x, index, row_mask: gander.token_statistics(x, index, row_mask=row_mask, **how)
     )
 
@@ -880,7 +880,7 @@ def _trl():
         return _direct(functools.partial(function, **how))
 
     def gradient(**how):
-        return _tokens_through_autograd(functools.partial(function, **how))
+        return statistics_gradient(functools.partial(function, **how))
 
     served = tuple(name for name in _DIFFERENTIATED if "softcap" not in name)
     operators = _of_tokens("forward", forward, served) | _of_tokens("gradient", gradient, served)
@@ -969,8 +969,9 @@ def _gander_compile():
 
 
 def _gander_two_passes():
-    """Cross-entropy that reads x again in backward, and so keeps no gradient until then."""
-    return Provider({"cross_entropy": functools.partial(gander.cross_entropy, one_pass=False)}, {})
+    """Cross-entropy that reads x again in backward, and so keeps no gradient until then, as statistics do."""
+    cross_entropy = functools.partial(gander.cross_entropy, one_pass=False)
+    return Provider({"cross_entropy": cross_entropy, "token_statistics": gander.token_statistics}, {})
 
 
 def _gander_one_pass_compile():
@@ -1010,8 +1011,10 @@ def _gander_float32():
 
 
 def _gander_sharded():
-    """Cross-entropy of a rank's slice of the classes."""
-    return Provider({"sharded_cross_entropy": gander.distributed.cross_entropy}, {})
+    """Cross-entropy and statistics of a rank's slice of the classes."""
+    distributed = gander.distributed
+    functions = {name: getattr(distributed, name) for name in ("cross_entropy", "token_statistics")}
+    return Provider({f"sharded_{name}": function for name, function in functions.items()}, {})
 
 
 def _gander_with(**how):

@@ -106,8 +106,8 @@ def group_of_one(device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def all_gather(rows: int, device: str) -> Callable[[], object]:
-    """The collective of a sharded loss without a weight: a maximum, a sum and a logit for each row."""
-    mine = torch.zeros(3 * rows, device=device)
-    every = torch.empty(dist.get_world_size() * mine.numel(), device=device)
+def all_gather(count: int, device: str) -> Callable[[], object]:
+    """The collective of so many float32 numbers of each rank."""
+    mine = torch.zeros(count, device=device)
+    every = torch.empty(dist.get_world_size() * count, device=device)
     return lambda: dist.all_gather_into_tensor(every, mine)

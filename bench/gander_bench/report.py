@@ -356,26 +356,25 @@ _HEAD_NOTE = (
 )
 
 
+_OF_SLICES = {"cross_entropy": "Cross-entropy", "token_statistics": "Log-probability and entropy"}
+
+
 def sharded_tables(records) -> list[Table]:
-    rows = []
-    for record in of(records, "sharded"):
-        collective = _figure(record.get("collective"), "us", "{:.1f}")
-        cells = [_figure(record["results"].get(name), "us", "{:.1f}") for name in _SHARDED]
-        beside = beside_the_collective(record)
-        point = [record["dtype"], _size(record["m"], record["n"])]
-        rows.append([*point, *cells, collective, "-" if beside is None else f"{beside:.3f}"])
-    if not rows:
-        return []
-    title = f"Cross-entropy of a slice of the classes and its gradient, us ({_where(of(records, 'sharded'))})"
-    columns = [
-        "dtype",
-        "slice",
-        "two passes",
-        "sharded",
-        "all-gather alone",
-        "sharded beside it / two passes",
-    ]
-    return [Table(title, columns, rows, "A group of one rank.")]
+    tables = []
+    for op, what in _OF_SLICES.items():
+        rows, mine = [], of(records, "sharded", op=op)
+        for record in mine:
+            collective = _figure(record.get("collective"), "us", "{:.1f}")
+            cells = [_figure(record["results"].get(name), "us", "{:.1f}") for name in _SHARDED]
+            beside = beside_the_collective(record)
+            point = [record["dtype"], _size(record["m"], record["n"])]
+            rows.append([*point, *cells, collective, "-" if beside is None else f"{beside:.3f}"])
+        if rows:
+            title = f"{what} of a slice of the classes and its gradient, us ({_where(mine)})"
+            columns = ["dtype", "slice", "two passes", "sharded", "all-gather alone"]
+            columns.append("sharded beside it / two passes")
+            tables.append(Table(title, columns, rows, "A group of one rank."))
+    return tables
 
 
 _SHARDED = ("gander-two-passes", "gander-sharded")

@@ -31,6 +31,7 @@ from .cases import (
     provider,
     provider_version,
     rows_of,
+    statistics_gradient,
 )
 from .memory import peak_bytes
 from .records import record
@@ -80,6 +81,9 @@ HIDDEN = 4096  # of its linear head
 LOSSES = ((8192, 128256), (8192, 151936), (32768, 4096), (4096, 32768), (8, 151936))
 FEW_LOGITS = ((1, 128256), (64, 32768), (512, 4096))  # less than 64 MiB
 SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
+# What is computed of slices, and how many numbers of a row a rank sends: the maximum, the sum, the target's
+# logit, and for the entropy another sum.
+SHARDED = {"cross_entropy": 3, "token_statistics": 4}
 
 # A result of 16-bit operands is rounded to 2^-9 or 2^-12 of its value; sums over a row add little to that.
 # What is further off than this is not the operator, and its time means nothing.
@@ -608,36 +612,47 @@ def head(options: Options) -> Iterator[Point]:
         yield from _point(name | {"mode": mode}, having, _head_point, options, mode, dtype, m, n)
 
 
-def _sharded_point(providers, options: Options, dtype: str, m: int, n: int) -> dict:
-    """A rank's loss and gradient beside two passes over as many logits, and beside the collective alone."""
+def _sharded_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
+    """A rank's results and gradient beside two passes over as many logits, and the collective alone."""
     torch.manual_seed(0)
-    logits, target = OPERATORS["cross_entropy_forward"].inputs(m, n, DTYPES[dtype], "cuda")
+    inputs = OPERATORS["cross_entropy_forward"].inputs(m, n, DTYPES[dtype], "cuda")
     calls = {}
 
     def prepare(name):
         functions = provider(name).functions
-        function = functions.get("sharded_cross_entropy", functions.get("cross_entropy"))
-        call = _step_call(function, "backward", logits.clone().requires_grad_(), target)
-        off = _step_distance(logits, target, call(), call.factor)
-        if not off < WRONG[logits.dtype]:
+        call, off = sharded_call(op, functions.get(f"sharded_{op}", functions.get(op)), *inputs)
+        if not off < WRONG[inputs[0].dtype]:
             raise ArithmeticError(f"wrong result: {off:.1e} off")
         calls[name] = call
         return {"off": float(f"{off:.2e}")}
 
     with losses.group_of_one("cuda"):
         results = each_result(providers, prepare)
-        collective = losses.all_gather(m, "cuda")
+        collective = losses.all_gather(SHARDED[op] * m, "cuda")
         timings = _gpu_timer()(calls | {"all-gather": collective}, options.seconds)
     for name in calls:
         results[name] |= timings[name]._asdict()
     return {"results": results, "collective": timings["all-gather"]._asdict()}
 
 
+def sharded_call(op: str, function, logits, index) -> tuple[Callable, float]:
+    """A call that makes the gradient anew, and how far it is from float64."""
+    if op == "cross_entropy":
+        call = _step_call(function, "backward", logits.clone().requires_grad_(), index)
+        return call, _step_distance(logits, index, call(), call.factor)
+    call = statistics_gradient(lambda x, index, row_mask: function(x, index, row_mask=row_mask))(
+        logits, index
+    )
+    return call, _distance(f"{op}_gradient", (logits, index), call(), len(logits))
+
+
 def sharded(options: Options) -> Iterator[Point]:
     own = ("gander-two-passes", "gander-sharded") if "gander" in options.providers else ()
-    for dtype, (m, n) in itertools.product(options.dtypes or ("bfloat16",), options.shapes or SLICES):
-        name = {"section": "sharded", "op": "cross_entropy", "dtype": dtype, "m": m, "n": n}
-        yield from _point(name, own, _sharded_point, options, dtype, m, n)
+    for op, dtype, (m, n) in itertools.product(
+        options.operators or SHARDED, options.dtypes or ("bfloat16",), options.shapes or SLICES
+    ):
+        name = {"section": "sharded", "op": op, "dtype": dtype, "m": m, "n": n}
+        yield from _point(name, own, _sharded_point, options, op, dtype, m, n)
 
 
 # ---- host: what a call costs before its kernel starts ----

@@ -49,8 +49,8 @@ def test_points_by_shape(op):
 @pytest.mark.parametrize("section", [sections.linear, sections.sharded])
 def test_points_of_losses(section):
     options = sections.Options(("torch", "gander"), shapes=((33, 512),), seconds=0)
-    (point,) = section(options)
-    figures = point.measure()
-    assert (figures.get("limit") or figures["collective"])["us"] > 0
-    assert set(figures["results"]) == set(point.providers)
-    assert all(result["us"] > 0 for result in figures["results"].values()), figures
+    for point in section(options):
+        figures = point.measure()
+        assert (figures.get("limit") or figures["collective"])["us"] > 0
+        assert set(figures["results"]) == set(point.providers)
+        assert all(result["us"] > 0 for result in figures["results"].values()), figures

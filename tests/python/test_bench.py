@@ -411,6 +411,7 @@ def test_providers_measure_what_they_have(monkeypatch):
     assert {p.providers for p in sections.head(options)} == {("gander", "gander-kept")}
     assert {p.name["mode"] for p in sections.head(options)} == set(sections.HEADS)
     assert {p.providers for p in sections.sharded(options)} == {("gander-two-passes", "gander-sharded")}
+    assert {p.name["op"] for p in sections.sharded(options)} == set(sections.SHARDED)
     assert {p.providers for p in sections.host(options)} == {("gander",)}
     both = sections.Options(providers=("torch.compile", "gander"))
     compiled = {"torch.compile", "gander.compile", "gander-one-pass.compile"}
@@ -824,12 +825,14 @@ def test_gradients_of_a_head(name, mode):
 
 
 def test_a_rank_alone():
-    x, target = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
+    x, target = torch.randn(5, 33), torch.randint(33, (5,))
     with losses.group_of_one("cpu"):
         assert losses.all_gather(5, "cpu")() is None
-        function = cases.provider("gander-sharded").functions["sharded_cross_entropy"]
-        call = sections._step_call(function, "backward", x, target)
-        assert sections._step_distance(x, target, call(), call.factor) < 1e-5
+        for op in sections.SHARDED:
+            function = cases.provider("gander-sharded").functions[f"sharded_{op}"]
+            alone = cases.provider("gander-two-passes").functions[op]
+            for each in function, alone:
+                assert sections.sharded_call(op, each, x, target)[1] < 1e-5
     assert not torch.distributed.is_initialized()
 
 
