@@ -637,9 +637,9 @@ int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedT
   return gander_end(inputs, 2, status);
 }
 
-int32_t gander_sharded_token_statistics_combine(const DLTensor* parts, const DLTensor* index,
-                                                const gander_sharded_token_statistics_combine_options* options,
-                                                void* stream) {
+int32_t gander_sharded_token_statistics_combine(
+    const DLTensor* parts, const DLTensor* index,
+    const gander_sharded_token_statistics_combine_options* options, void* stream) {
   GANDER_ENTER();
   GANDER_OPTIONS(gander_sharded_token_statistics_combine_options, GANDER_SHARDED_TOKEN_STATISTICS_COMBINE_OPTIONS_DEFAULTS);
   if (status) return status;

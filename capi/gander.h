@@ -956,9 +956,9 @@ typedef struct {
  * row that is left out.
  *   parts: (R, 8, N), or (R, 4, N) with narrow; float32, on the host also float64.
  *   index: (N), contiguous; int32 or int64. */
-int32_t gander_sharded_token_statistics_combine(const DLTensor* parts, const DLTensor* index,
-                                                const gander_sharded_token_statistics_combine_options* options,
-                                                void* stream);
+int32_t gander_sharded_token_statistics_combine(
+    const DLTensor* parts, const DLTensor* index,
+    const gander_sharded_token_statistics_combine_options* options, void* stream);
 
 typedef struct {
   uint32_t size, magic;

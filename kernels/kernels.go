@@ -221,8 +221,8 @@ type ShardedCrossEntropy struct {
 	Loss, Denominator            Vector // one element
 }
 
-// ShardedTokenStatistics is what one call combines: statistics of slices of tokens. All floating-point numbers
-// are of one type, float32 or float64.
+// ShardedTokenStatistics is what one call combines: statistics of slices of tokens. All but integers are of
+// one type, float32 or float64.
 type ShardedTokenStatistics struct {
 	// Parts is contiguous (Ranks, Each, M), with Each 4 or 8: of each row the state, three numbers, and the
 	// log-probability; of 8 also LogSumSqProbs, MeanLogit, and the bits of Predicted, an Int64.

@@ -17,8 +17,8 @@ type Op uint8
 // QKNormRotate, QKNormRotateBackward and QKNormWeights are the same of normalized heads, their gradients, and
 // what sums those of the weights. TokenStatisticsForward is log-probability and entropy of the rows,
 // AllTokenStatisticsForward those and all other statistics of logits, and TokenStatisticsBackward the
-// gradient of the two. CombineTokenStatistics computes the statistics of rows whose tokens are divided. SoftCrossEntropyForward and SoftCrossEntropyBackward are cross-entropy with class
-// probabilities.
+// gradient of the two. CombineTokenStatistics computes the statistics of rows whose tokens are divided.
+// SoftCrossEntropyForward and SoftCrossEntropyBackward are cross-entropy with class probabilities.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward

@@ -199,8 +199,8 @@ func (s *sharded) testGradient(t *testing.T, narrow bool, whole *ops.TokenStatis
 		if !logProb {
 			b.DLogProb = nil // the entropy needs no index
 		}
-		b.Logits, b.Index, b.RowMask, b.State, b.Slice = whole.Logits, whole.Index, whole.RowMask, whole.State, false
-		b.IgnoreIndex, b.DLogits = ops.Some[int64](-100), empty(t, s.d, s.m, s.n)
+		b.Logits, b.Index, b.RowMask, b.State = whole.Logits, whole.Index, whole.RowMask, whole.State
+		b.Slice, b.IgnoreIndex, b.DLogits = false, ops.Some[int64](-100), empty(t, s.d, s.m, s.n)
 		require.NoError(t, b.Run(nil))
 		want, got, first := values(t, b.DLogits), empty(t, s.d, s.m, s.n), int64(0)
 		for _, size := range s.sizes {
@@ -263,7 +263,9 @@ func TestShardedTokenStatisticsRefuses(t *testing.T) {
 			o.Index = empty(t, dlpack.Int64, 4)
 		},
 		"classes is 0, expected": func(o *combine) { o.Classes = ops.Some[int64](0) },
-		"state has shape (5, 2), expected (5, 3): three numbers for each column": func(o *combine) { o.State = f(5, 2) },
+		"state has shape (5, 2), expected (5, 3): three numbers for each column": func(o *combine) {
+			o.State = f(5, 2)
+		},
 		"mean_logit is given with narrow, expected NULL": func(o *combine) {
 			o.Parts, o.Narrow = f(2, 4, 5), true
 		},

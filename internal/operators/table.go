@@ -729,8 +729,8 @@ var Table = []Group{
 			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this index are left out"},
 			{Name: "first", Type: Integer, Doc: "the token with which this rank's slice begins"},
 			{Name: "classes", Type: Integer, Default: -1,
-				Doc: "how many tokens there are in all slices; -1: unknown, so that log_prob of an index behind them is " +
-					"-inf, not NaN"},
+				Doc: "how many tokens there are in all slices; -1: unknown, so that log_prob of an index behind them " +
+					"is -inf, not NaN"},
 			{Name: "narrow", Type: Flag,
 				Doc: "parts has four numbers of each row, and of the results log_sum_sq_probs, mean_logit, is_top1 and " +
 					"predicted must be absent"},

@@ -87,7 +87,7 @@ func combineTokens(a *kernels.ShardedTokenStatistics, row int64) {
 	if isUnknown {
 		high, others, q, mean, column = math.NaN(), math.NaN(), math.NaN(), math.NaN(), -1
 	}
-	whole := tokenSlice{predicted: column, max: high, logSum: math.Log1p(others), depth: e / (1 + others), mean: mean}
+	whole := tokenSlice{max: high, logSum: math.Log1p(others), depth: e / (1 + others), mean: mean, predicted: column}
 	whole.logProb, whole.logSumSq = below-whole.logSum, math.Log1p(q)-2*whole.logSum
 	local := max(index-a.First, -1)
 	if !isToken {
