@@ -644,10 +644,11 @@ def test_token_statistics(dtype, vectors, suffix, more):
     options |= {"first": 2**40, "classes": 2**41}
     found = check("token_statistics_forward", inputs, rows.outputs(f"{all_of} state"), **options)
     assert np.isnan(found["state"][[1, 3]]).all() and (found["predicted"][[1, 3, 10]] == -1).all()
-    assert found["predicted"][9] == 2**40 and found["is_top1"][8]
+    assert found["predicted"][9] >= 2**40
     np.testing.assert_array_equal(found["log_prob"][[0, 2, 8]], log_prob[[0, 2, 8]])
     if "softcap" not in more:
         assert (found["state"][7, :2] == -np.inf).all()
+        assert found["is_top1"][8] and found["predicted"][9] == 2**40
 
 
 @pytest.mark.parametrize("op", ["all_token_statistics_forward", "softmax_forward", "layernorm_forward"])
