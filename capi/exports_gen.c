@@ -637,6 +637,28 @@ int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedT
   return gander_end(inputs, 2, status);
 }
 
+int32_t gander_sharded_token_statistics_combine(
+    const DLTensor* parts, const DLTensor* index,
+    const gander_sharded_token_statistics_combine_options* options, void* stream) {
+  GANDER_ENTER();
+  GANDER_OPTIONS(gander_sharded_token_statistics_combine_options, GANDER_SHARDED_TOKEN_STATISTICS_COMBINE_OPTIONS_DEFAULTS);
+  if (status) return status;
+  return ganderShardedTokenStatisticsCombine((void*)parts, (void*)index, (void*)o, (uintptr_t)stream);
+}
+
+int32_t gander_sharded_token_statistics(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* index,
+                                        const gander_sharded_token_statistics_options* options, void* stream) {
+  GANDER_OPTIONS(gander_sharded_token_statistics_options, GANDER_SHARDED_TOKEN_STATISTICS_OPTIONS_DEFAULTS);
+  const gander_input inputs[] = {{"parts", parts}, {"index", index}, {"row_mask", o->row_mask}};
+  DLManagedTensorVersioned** const outputs[] = {o->log_prob, o->entropy, o->log_sum_sq_probs, o->mean_logit, o->is_top1, o->predicted, o->state, o->local};
+  status = gander_begin(__func__, status, (const void*)o, inputs, 3, outputs, 8);
+  if (status == GANDER_OK) {
+    status = ganderShardedTokenStatisticsCombineOwned(
+        (void*)parts, (void*)index, (void*)o, (uintptr_t)stream);
+  }
+  return gander_end(inputs, 3, status);
+}
+
 int32_t gander_rescale_gradient(const DLTensor* x, const DLTensor* dloss, const DLTensor* y,
                                 const gander_rescale_gradient_options* options, void* stream) {
   GANDER_ENTER();

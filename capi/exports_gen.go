@@ -1303,6 +1303,8 @@ func ganderTokenStatisticsForward(logits, index, options unsafe.Pointer, stream 
 		Softcap:        float64(o.softcap),
 		Temperature:    ops.Some(float64(o.temperature)),
 		BatchInvariant: o.batch_invariant != 0,
+		First:          int64(o.first),
+		Classes:        ops.Some(int64(o.classes)),
 	}.Run(&c)
 	return report(err)
 }
@@ -1343,6 +1345,8 @@ func ganderTokenStatisticsForwardOwned(logits, index, options unsafe.Pointer, st
 			Softcap:        float64(o.softcap),
 			Temperature:    ops.Some(float64(o.temperature)),
 			BatchInvariant: o.batch_invariant != 0,
+			First:          int64(o.first),
+			Classes:        ops.Some(int64(o.classes)),
 		}.Run(&c)
 		if err != nil {
 			return err
@@ -1470,6 +1474,77 @@ func ganderShardedCrossEntropyCombineOwned(parts, target, options unsafe.Pointer
 			Mean:           o.mean != 0,
 			Weighted:       o.weighted != 0,
 			BatchInvariant: o.batch_invariant != 0,
+		}.Run(&c)
+		if err != nil {
+			return err
+		}
+		return made.deliver()
+	})
+}
+
+//export ganderShardedTokenStatisticsCombine
+func ganderShardedTokenStatisticsCombine(parts, index, options unsafe.Pointer,
+	stream uintptr) (status int32) {
+	defer recovered(&status)
+	o := (*C.gander_sharded_token_statistics_combine_options)(options)
+	c := call(stream, o.allocator)
+	err := ops.ShardedTokenStatisticsCombine{
+		Parts:         tensor(parts),
+		Index:         tensor(index),
+		RowMask:       tensor(unsafe.Pointer(o.row_mask)),
+		LogProb:       tensor(unsafe.Pointer(o.log_prob)),
+		Entropy:       tensor(unsafe.Pointer(o.entropy)),
+		LogSumSqProbs: tensor(unsafe.Pointer(o.log_sum_sq_probs)),
+		MeanLogit:     tensor(unsafe.Pointer(o.mean_logit)),
+		IsTop1:        tensor(unsafe.Pointer(o.is_top1)),
+		Predicted:     tensor(unsafe.Pointer(o.predicted)),
+		State:         tensor(unsafe.Pointer(o.state)),
+		Local:         tensor(unsafe.Pointer(o.local)),
+		IgnoreIndex:   ops.Some(int64(o.ignore_index)),
+		First:         int64(o.first),
+		Classes:       ops.Some(int64(o.classes)),
+		Narrow:        o.narrow != 0,
+	}.Run(&c)
+	return report(err)
+}
+
+//export ganderShardedTokenStatisticsCombineOwned
+func ganderShardedTokenStatisticsCombineOwned(parts, index, options unsafe.Pointer, stream uintptr) int32 {
+	return run(func() error {
+		o := (*C.gander_sharded_token_statistics_options)(options)
+		made, err := outputsFor(ops.CheckRows, "sharded_token_statistics", "parts", owned(parts), stream)
+		if err != nil {
+			return err
+		}
+		defer made.discard()
+		tlogProb := made.optional("log_prob", unsafe.Pointer(o.log_prob), made.statistic(), made.shape("N"))
+		tentropy := made.optional("entropy", unsafe.Pointer(o.entropy), made.statistic(), made.shape("N"))
+		tlogSumSqProbs := made.optional("log_sum_sq_probs", unsafe.Pointer(o.log_sum_sq_probs), made.statistic(), made.shape("N"))
+		tmeanLogit := made.optional("mean_logit", unsafe.Pointer(o.mean_logit), made.statistic(), made.shape("N"))
+		tisTop1 := made.optional("is_top1", unsafe.Pointer(o.is_top1), dlpack.Bool, made.shape("N"))
+		tpredicted := made.optional("predicted", unsafe.Pointer(o.predicted), dlpack.Int64, made.shape("N"))
+		tstate := made.optional("state", unsafe.Pointer(o.state), made.statistic(), made.shape("N3"))
+		tlocal := made.optional("local", unsafe.Pointer(o.local), dlpack.Int64, made.shape("N"))
+		if made.err != nil {
+			return made.err
+		}
+		c := call(stream, o.allocator)
+		err = ops.ShardedTokenStatisticsCombine{
+			Parts:         owned(parts),
+			Index:         owned(index),
+			RowMask:       owned(unsafe.Pointer(o.row_mask)),
+			LogProb:       tlogProb,
+			Entropy:       tentropy,
+			LogSumSqProbs: tlogSumSqProbs,
+			MeanLogit:     tmeanLogit,
+			IsTop1:        tisTop1,
+			Predicted:     tpredicted,
+			State:         tstate,
+			Local:         tlocal,
+			IgnoreIndex:   ops.Some(int64(o.ignore_index)),
+			First:         int64(o.first),
+			Classes:       ops.Some(int64(o.classes)),
+			Narrow:        o.narrow != 0,
 		}.Run(&c)
 		if err != nil {
 			return err

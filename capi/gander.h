@@ -821,10 +821,16 @@ typedef struct {
   double softcap; /* see scale; more than 0, or 0 for none */
   double temperature; /* see scale; more than 0; 1 by default */
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
+  /* logits is a slice of each row's tokens that begins with this one: index and predicted count from the
+   * row's first token */
+  int64_t first;
+  /* how many tokens there are in all slices, by which mean_logit is divided; the state of a row that is
+   * left out is then NaN; -1: logits has whole rows; -1 by default */
+  int64_t classes;
 } gander_token_statistics_forward_options;
 #define GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS \
   {sizeof(gander_token_statistics_forward_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, \
-  NULL, NULL, NULL, NULL, -100, 1, 0, 1, 0}
+  NULL, NULL, NULL, NULL, -100, 1, 0, 1, 0, 0, -1}
 
 /* Statistics of each row z of logits with p = softmax(z), in one pass: log_prob = log p[index], entropy =
  * -sum p log p, log_sum_sq_probs = log sum p^2, mean_logit = the mean of z, predicted = the first of the
@@ -832,7 +838,7 @@ typedef struct {
  * A row is left out where row_mask is 0, and where index is ignore_index: its results are 0, and predicted
  * is -1. log_prob is NaN where index is outside of [0, N). The results of a row with a NaN or +inf, or of
  * -inf alone, are NaN; with a NaN or +inf predicted is -1. state receives what backward reads of each row:
- * its maximum m, log(sum exp(z - m)), and sum p (m - z).
+ * its maximum m, log(sum exp(z - m)), which is -inf for a row of -inf alone, and sum p (m - z).
  *   logits: (M, N); float16, bfloat16 or float32, on the host also float64.
  *   index: the leading dimensions of the first operand, any stride; int32 or int64. */
 int32_t gander_token_statistics_forward(const DLTensor* logits, const DLTensor* index,
@@ -855,8 +861,8 @@ typedef struct {
   double temperature; /* see scale; more than 0; 1 by default */
   int64_t batch_invariant; /* a row's bits do not depend on how many rows there are */
   /* logits is a slice of each row's tokens, and an index counts from the slice's first token. state is
-   * that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are left
-   * out by row_mask, because ignore_index may be the number of a token in the slice */
+   * that of whole rows. In a row whose index is not in the slice, the index adds nothing, except -2, an
+   * index that no slice has */
   int64_t slice;
 } gander_token_statistics_backward_options;
 #define GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS \
@@ -912,6 +918,47 @@ int32_t gander_sharded_cross_entropy_combine(const DLTensor* parts, const DLTens
                                              const DLTensor* max, const DLTensor* log_sum,
                                              const gander_sharded_cross_entropy_combine_options* options,
                                              void* stream);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator; /* NULL: the driver's stream-ordered memory pool */
+  const DLTensor* row_mask; /* (N), contiguous; int32, int64, bool or uint8 */
+  const DLTensor* log_prob; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* entropy; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* log_sum_sq_probs; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* mean_logit; /* (N), contiguous; float64 if parts is, else float32 */
+  const DLTensor* is_top1; /* (N), contiguous; bool */
+  const DLTensor* predicted; /* (N), contiguous; int64 */
+  const DLTensor* state; /* (N, 3), contiguous; float64 if parts is, else float32 */
+  const DLTensor* local; /* (N), contiguous; int64 */
+  int64_t ignore_index; /* rows with this index are left out; -100 by default */
+  int64_t first; /* the token with which this rank's slice begins */
+  /* how many tokens there are in all slices; -1: unknown, so that log_prob of an index behind them is
+   * -inf, not NaN; -1 by default */
+  int64_t classes;
+  /* parts has four numbers of each row, and of the results log_sum_sq_probs, mean_logit, is_top1 and
+   * predicted must be absent */
+  int64_t narrow;
+} gander_sharded_token_statistics_combine_options;
+#define GANDER_SHARDED_TOKEN_STATISTICS_COMBINE_OPTIONS_DEFAULTS \
+  {sizeof(gander_sharded_token_statistics_combine_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, \
+  NULL, NULL, NULL, NULL, NULL, NULL, -100, 0, -1, 0}
+
+/* The statistics of N rows whose tokens are divided into R slices, from what token_statistics_forward
+ * computes of each slice with first and classes. parts is contiguous. For each slice it has the rows'
+ * state, (N, 3), and log_prob; then without narrow log_sum_sq_probs, mean_logit, and predicted, whose
+ * int64 take the place of two numbers of each row (if they are of float64, the second half of it is not
+ * read). A slice without tokens is as one with a token of -inf, whose first is behind all slices, except
+ * that mean_logit is 0. index counts the tokens of all slices. The results are token_statistics_forward's
+ * of whole rows, and so is state. Those of a row whose state is NaN in a slice are NaN, and predicted is
+ * -1. local receives the index that token_statistics_backward takes with slice: it counts from first, with
+ * -1 for any before; it is -2 if no slice has the index, and -3, to pass as backward's ignore_index, in a
+ * row that is left out.
+ *   parts: (R, 8, N), or (R, 4, N) with narrow; float32, on the host also float64.
+ *   index: (N), contiguous; int32 or int64. */
+int32_t gander_sharded_token_statistics_combine(
+    const DLTensor* parts, const DLTensor* index,
+    const gander_sharded_token_statistics_combine_options* options, void* stream);
 
 typedef struct {
   uint32_t size, magic;
@@ -1435,10 +1482,12 @@ typedef struct {
   double softcap;
   double temperature;
   int64_t batch_invariant;
+  int64_t first;
+  int64_t classes;
 } gander_token_statistics_options;
 #define GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS \
   {sizeof(gander_token_statistics_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-  NULL, NULL, -100, 1, 0, 1, 0}
+  NULL, NULL, -100, 1, 0, 1, 0, 0, -1}
 
 /* gander_token_statistics_forward with owned tensors. */
 int32_t gander_token_statistics(DLManagedTensorVersioned* logits, DLManagedTensorVersioned* index,
@@ -1488,6 +1537,31 @@ typedef struct {
 int32_t gander_sharded_cross_entropy(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* target,
                                      const gander_sharded_cross_entropy_options* options, void* stream,
                                      DLManagedTensorVersioned** max, DLManagedTensorVersioned** log_sum);
+
+typedef struct {
+  uint32_t size, magic;
+  const gander_allocator* allocator;
+  DLManagedTensorVersioned* row_mask;
+  DLManagedTensorVersioned** log_prob;
+  DLManagedTensorVersioned** entropy;
+  DLManagedTensorVersioned** log_sum_sq_probs;
+  DLManagedTensorVersioned** mean_logit;
+  DLManagedTensorVersioned** is_top1;
+  DLManagedTensorVersioned** predicted;
+  DLManagedTensorVersioned** state;
+  DLManagedTensorVersioned** local;
+  int64_t ignore_index;
+  int64_t first;
+  int64_t classes;
+  int64_t narrow;
+} gander_sharded_token_statistics_options;
+#define GANDER_SHARDED_TOKEN_STATISTICS_OPTIONS_DEFAULTS \
+  {sizeof(gander_sharded_token_statistics_options), GANDER_OPTIONS_MAGIC, NULL, NULL, NULL, NULL, NULL, \
+  NULL, NULL, NULL, NULL, NULL, -100, 0, -1, 0}
+
+/* gander_sharded_token_statistics_combine with owned tensors. */
+int32_t gander_sharded_token_statistics(DLManagedTensorVersioned* parts, DLManagedTensorVersioned* index,
+                                        const gander_sharded_token_statistics_options* options, void* stream);
 
 typedef struct {
   uint32_t size, magic;

@@ -204,8 +204,14 @@ type TokenStatisticsArgs struct {
 	LogSumSqProbs      Output
 	MeanLogit          Output
 	IsTop1, Predicted  Output
-	RowMaskBytes       int32 // of an element
-	_                  int32
+	First, Classes     int64 // forward: see TokenStatistics
+
+	// CombineTokenStatistics: Rows has as its input (Ranks, Each, M) float32, AStride from rank to rank. Max is
+	// the state, and Ranks is that of CombineSlices.
+	Local Output // (M) int64
+
+	RowMaskBytes int32 // of an element
+	_            int32
 }
 
 // SoftCrossEntropyArgs is the parameter of the kernels of cross-entropy with class probabilities. Rows has

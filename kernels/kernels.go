@@ -133,7 +133,18 @@ type TokenStatistics struct {
 	Predicted                                  Vector // (M) Int64, optional
 
 	DLogProb, DEntropy Vector // (M), optional in backward
+
+	// Forward with Slice, which backward has too: X is a slice of each row's tokens, of which there are Classes.
+	// It begins with First, from where its columns count in Target and Predicted. MeanLogit is divided by
+	// Classes, which is X's columns without Slice. The state of a row that is left out is NaN.
+	First, Classes int64
 }
+
+// What a backward call with Slice takes in place of an index.
+const (
+	InNoSlice = -2 // the log-probability and its gradient are NaN
+	LeftOut   = -3 // with it as IgnoreIndex
+)
 
 // SetState takes the three parts of the state from a vector of those of all rows.
 func (s *TokenStatistics) SetState(all Vector) { setState(all, &s.Max, &s.LogSum, &s.Depth) }
@@ -208,6 +219,26 @@ type ShardedCrossEntropy struct {
 	// These are written. Losses, Loss, Weights and Denominator are optional.
 	Losses, Max, LogSum, Weights Vector // (M)
 	Loss, Denominator            Vector // one element
+}
+
+// ShardedTokenStatistics is what one call combines: statistics of slices of tokens. All but integers are of
+// one type, float32 or float64.
+type ShardedTokenStatistics struct {
+	// Parts is contiguous (Ranks, Each, M), with Each 4 or 8: of each row the state, three numbers, and the
+	// log-probability; of 8 also LogSumSqProbs, MeanLogit, and the bits of Predicted, an Int64.
+	Parts       Matrix // (Ranks x Each, M)
+	Ranks, Each int64
+
+	Index          Vector // token of each row (M), int32 or int64
+	RowMask        Vector // as that of TokenStatistics
+	IgnoreIndex    int64
+	First, Classes int64 // the token with which this rank's slice begins, and how many there are
+
+	// These are written, and optional. With an Each of 4 the last four of the statistics are absent.
+	LogProb, Entropy, LogSumSqProbs, MeanLogit, IsTop1, Predicted Vector
+
+	State Vector // (M, 3)
+	Local Vector // (M) Int64: what backward takes as Target, with IgnoreIndex LeftOut
 }
 
 // Mask says which elements of a matrix take part in a softmax.

@@ -17,8 +17,8 @@ type Op uint8
 // QKNormRotate, QKNormRotateBackward and QKNormWeights are the same of normalized heads, their gradients, and
 // what sums those of the weights. TokenStatisticsForward is log-probability and entropy of the rows,
 // AllTokenStatisticsForward those and all other statistics of logits, and TokenStatisticsBackward the
-// gradient of the two. SoftCrossEntropyForward and SoftCrossEntropyBackward are cross-entropy with class
-// probabilities.
+// gradient of the two. CombineTokenStatistics computes the statistics of rows whose tokens are divided.
+// SoftCrossEntropyForward and SoftCrossEntropyBackward are cross-entropy with class probabilities.
 const (
 	SoftmaxForward Op = iota
 	SoftmaxBackward
@@ -56,6 +56,7 @@ const (
 	TokenStatisticsForward
 	AllTokenStatisticsForward
 	TokenStatisticsBackward
+	CombineTokenStatistics
 	SoftCrossEntropyForward
 	SoftCrossEntropyBackward
 	Ops // how many there are
@@ -73,6 +74,7 @@ func (o Op) String() string {
 		"general_cross_entropy_forward_dx", "general_cross_entropy_backward", "class_weights",
 		"glu_forward", "glu_backward", "rotate", "qk_norm_rotate", "qk_norm_rotate_backward", "qk_norm_weights",
 		"token_statistics_forward", "all_token_statistics_forward", "token_statistics_backward",
+		"combine_token_statistics",
 		"soft_cross_entropy_forward", "soft_cross_entropy_backward",
 	}[o]
 }
@@ -138,7 +140,7 @@ func FamilyOf(op Op, x DType) Family {
 		group = 7
 	case QKNormRotate, QKNormRotateBackward, QKNormWeights:
 		group = 8
-	case TokenStatisticsForward, AllTokenStatisticsForward, TokenStatisticsBackward:
+	case TokenStatisticsForward, AllTokenStatisticsForward, TokenStatisticsBackward, CombineTokenStatistics:
 		group = 9
 	case SoftCrossEntropyForward, SoftCrossEntropyBackward:
 		group = 10

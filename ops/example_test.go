@@ -339,6 +339,25 @@ func ExampleShardedCrossEntropyCombine() {
 	// [0.693]
 }
 
+// Two slices of one token each, with equal logits: the entropy is log 2.
+func ExampleShardedTokenStatisticsCombine() {
+	sent, index, all := make([]float32, 2*4), must(dlpack.FromSlice([]int64{1})), ops.Some[int64](2)
+	for slice := range int64(2) { // of its row the state and the log-probability
+		part := sent[4*slice:][:4]
+		err := ops.TokenStatisticsForward{Logits: rowsOf(1, 0), Index: index, First: slice, Classes: all,
+			State: must(dlpack.FromSlice(part[:3], 1, 3)), LogProb: must(dlpack.FromSlice(part[3:]))}.Run(nil)
+		show(err, must(dlpack.FromSlice(part)))
+	}
+	logProb, entropy := must(dlpack.New(dlpack.Float32, 1)), must(dlpack.New(dlpack.Float32, 1))
+	show(ops.ShardedTokenStatisticsCombine{Parts: must(dlpack.FromSlice(sent, 2, 4, 1)), Index: index,
+		Narrow: true, Classes: all, LogProb: logProb, Entropy: entropy}.Run(nil), logProb, entropy)
+	// Output:
+	// [0.000 0.000 0.000 NaN]
+	// [0.000 0.000 0.000 0.000]
+	// [-0.693]
+	// [0.693]
+}
+
 // An option that is not set has its default: ignore_index is -100. Some sets it, here to class 0.
 func ExampleSome() {
 	x := rowsOf(2, 0, 0, 0, 0)

@@ -66,6 +66,8 @@ const (
 	undivided  conditions = 1 << 4 // reduction is not mean, or the denominator is given
 	weighted   conditions = 1 << 5 // weighted is set
 	unweighted conditions = 1 << 6 // weighted is not set
+	narrow     conditions = 1 << 7 // narrow is set
+	full       conditions = 1 << 8 // narrow is not set
 )
 
 // The rules for shapes.
@@ -109,6 +111,10 @@ var (
 		{"R3N", false, unweighted, ": three numbers of each of N rows for each of R slices"},
 		{"R4N", false, weighted, ": four numbers of each of N rows for each of R slices"},
 	}}
+	shapeSliceStatistics = shapeRule{inRows, []form{
+		{"R8N", false, full, ": eight numbers of each of N rows for each of R slices"},
+		{"R4N", false, narrow, ": four numbers of each of N rows for each of R slices"},
+	}}
 	shapeHalfRows = shapeRule{inRows, []form{
 		{"LF", false, always, ": half of the columns of {x}"},
 	}}
@@ -129,6 +135,9 @@ var (
 	}}
 	shapeRowStates = shapeRule{contiguous, []form{
 		{"L3", false, always, ": three numbers for each row of {x}"},
+	}}
+	shapeColumnStates = shapeRule{contiguous, []form{
+		{"N3", false, always, ": three numbers for each column of {x}"},
 	}}
 )
 
@@ -1869,7 +1878,8 @@ func (o SoftCrossEntropyBackward) Run(c *Call) error {
 // that is index. Outputs that are NULL are not computed. A row is left out where row_mask is 0, and where
 // index is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of
 // [0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN or +inf predicted is
-// -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), and sum p (m - z).
+// -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - m)), which is -inf for a
+// row of -inf alone, and sum p (m - z).
 //
 // M and N are the rows and columns of logits. A refused call writes nothing.
 type TokenStatisticsForward struct {
@@ -1892,6 +1902,12 @@ type TokenStatisticsForward struct {
 	Softcap        float64           // see scale; more than 0, or 0 for none
 	Temperature    Optional[float64] // see scale; more than 0; 1 by default
 	BatchInvariant bool              // a row's bits do not depend on how many rows there are
+	// logits is a slice of each row's tokens that begins with this one: index and predicted count from the
+	// row's first token
+	First int64
+	// how many tokens there are in all slices, by which mean_logit is divided; the state of a row that is
+	// left out is then NaN; -1: logits has whole rows; -1 by default
+	Classes Optional[int64]
 }
 
 // tokenStatisticsForward is a TokenStatisticsForward whose operands have been checked.
@@ -1910,6 +1926,8 @@ type tokenStatisticsForward struct {
 	Scale         float64
 	Softcap       float64
 	Temperature   float64
+	First         int64
+	Classes       int64
 	Choice
 }
 
@@ -1921,6 +1939,8 @@ func (o TokenStatisticsForward) Run(c *Call) error {
 		Scale:       o.Scale.or(1),
 		Softcap:     o.Softcap,
 		Temperature: o.Temperature.or(1),
+		First:       o.First,
+		Classes:     o.Classes.or(-1),
 		Choice:      Choose(Auto, o.BatchInvariant),
 	}
 	a.Logits = k.rows("logits", o.Logits, typeFloat.narrow)
@@ -1993,8 +2013,8 @@ type TokenStatisticsBackward struct {
 	Temperature    Optional[float64] // see scale; more than 0; 1 by default
 	BatchInvariant bool              // a row's bits do not depend on how many rows there are
 	// logits is a slice of each row's tokens, and an index counts from the slice's first token. state is
-	// that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are left
-	// out by row_mask, because ignore_index may be the number of a token in the slice
+	// that of whole rows. In a row whose index is not in the slice, the index adds nothing, except -2, an
+	// index that no slice has
 	Slice bool
 }
 
@@ -2129,6 +2149,120 @@ func (o ShardedCrossEntropyCombine) Run(c *Call) error {
 	}
 	if o.Denominator != nil {
 		a.Denominator = k.vector("denominator", o.Denominator, typeStatistic.with(a.Parts.DType), &shapeOne)
+		k.output()
+	}
+	a.refuse(&k)
+	if k.err != nil {
+		return k.err
+	}
+	if k.device.Host() {
+		return hostError(k.op, a.host())
+	}
+	return a.cuda(c.orDefault(), k.device.ID)
+}
+
+// ShardedTokenStatisticsCombine is the operator sharded_token_statistics_combine: The statistics of N rows
+// whose tokens are divided into R slices, from what token_statistics_forward computes of each slice with
+// first and classes. parts is contiguous. For each slice it has the rows' state, (N, 3), and log_prob; then
+// without narrow log_sum_sq_probs, mean_logit, and predicted, whose int64 take the place of two numbers of
+// each row (if they are of float64, the second half of it is not read). A slice without tokens is as one with
+// a token of -inf, whose first is behind all slices, except that mean_logit is 0. index counts the tokens of
+// all slices. The results are token_statistics_forward's of whole rows, and so is state. Those of a row whose
+// state is NaN in a slice are NaN, and predicted is -1. local receives the index that
+// token_statistics_backward takes with slice: it counts from first, with -1 for any before; it is -2 if no
+// slice has the index, and -3, to pass as backward's ignore_index, in a row that is left out.
+//
+// M and N are the rows and columns of parts. A refused call writes nothing.
+type ShardedTokenStatisticsCombine struct {
+	Parts         *dlpack.Tensor // (R, 8, N), or (R, 4, N) with narrow; float32, on the host also float64
+	Index         *dlpack.Tensor // (N), contiguous; int32 or int64
+	RowMask       *dlpack.Tensor // (N), contiguous; int32, int64, bool or uint8; or nil
+	LogProb       *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	Entropy       *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	LogSumSqProbs *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	MeanLogit     *dlpack.Tensor // (N), contiguous; float64 if parts is, else float32; or nil
+	IsTop1        *dlpack.Tensor // (N), contiguous; bool; or nil
+	Predicted     *dlpack.Tensor // (N), contiguous; int64; or nil
+	State         *dlpack.Tensor // (N, 3), contiguous; float64 if parts is, else float32; or nil
+	Local         *dlpack.Tensor // (N), contiguous; int64; or nil
+
+	IgnoreIndex Optional[int64] // rows with this index are left out; -100 by default
+	First       int64           // the token with which this rank's slice begins
+	// how many tokens there are in all slices; -1: unknown, so that log_prob of an index behind them is
+	// -inf, not NaN; -1 by default
+	Classes Optional[int64]
+	// parts has four numbers of each row, and of the results log_sum_sq_probs, mean_logit, is_top1 and
+	// predicted must be absent
+	Narrow bool
+}
+
+// shardedTokenStatisticsCombine is a ShardedTokenStatisticsCombine whose operands have been checked.
+type shardedTokenStatisticsCombine struct {
+	Parts         kernels.Matrix
+	Index         kernels.Vector
+	RowMask       kernels.Vector
+	LogProb       kernels.Vector
+	Entropy       kernels.Vector
+	LogSumSqProbs kernels.Vector
+	MeanLogit     kernels.Vector
+	IsTop1        kernels.Vector
+	Predicted     kernels.Vector
+	State         kernels.Vector
+	Local         kernels.Vector
+	IgnoreIndex   int64
+	First         int64
+	Classes       int64
+	Narrow        bool
+	Choice
+}
+
+// Run checks the operands and runs the operator.
+func (o ShardedTokenStatisticsCombine) Run(c *Call) error {
+	k := check{op: "sharded_token_statistics_combine"}
+	a := shardedTokenStatisticsCombine{
+		IgnoreIndex: o.IgnoreIndex.or(-100),
+		First:       o.First,
+		Classes:     o.Classes.or(-1),
+		Narrow:      o.Narrow,
+		Choice:      Choose(Auto, false),
+	}
+	k.holds(o.Narrow, narrow, full)
+	a.Parts = k.rows("parts", o.Parts, typeWide.narrow)
+	k.leading("parts", o.Parts, &shapeSliceStatistics)
+	a.Index = k.vector("index", o.Index, typeIndex.with(a.Parts.DType), &shapeColumns)
+	if o.RowMask != nil {
+		a.RowMask = k.vector("row_mask", o.RowMask, typeRowMask.with(a.Parts.DType), &shapeColumns)
+	}
+	if o.LogProb != nil {
+		a.LogProb = k.vector("log_prob", o.LogProb, typeStatistic.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.Entropy != nil {
+		a.Entropy = k.vector("entropy", o.Entropy, typeStatistic.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.LogSumSqProbs != nil {
+		a.LogSumSqProbs = k.vector("log_sum_sq_probs", o.LogSumSqProbs, typeStatistic.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.MeanLogit != nil {
+		a.MeanLogit = k.vector("mean_logit", o.MeanLogit, typeStatistic.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.IsTop1 != nil {
+		a.IsTop1 = k.vector("is_top1", o.IsTop1, typeTruth.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.Predicted != nil {
+		a.Predicted = k.vector("predicted", o.Predicted, typeClass.with(a.Parts.DType), &shapeColumns)
+		k.output()
+	}
+	if o.State != nil {
+		a.State = k.vector("state", o.State, typeStatistic.with(a.Parts.DType), &shapeColumnStates)
+		k.output()
+	}
+	if o.Local != nil {
+		a.Local = k.vector("local", o.Local, typeClass.with(a.Parts.DType), &shapeColumns)
 		k.output()
 	}
 	a.refuse(&k)

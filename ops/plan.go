@@ -111,7 +111,7 @@ func attemptBy(f *driver.Facts, r request, rows []policy.Row) (_ *plan, served b
 	q := newQuery(f, r)
 	p := q.begin()
 	switch {
-	case r.op == kernels.CombineSlices:
+	case r.op == kernels.CombineSlices, r.op == kernels.CombineTokenStatistics:
 		q.byRow(p)
 	case r.op == kernels.Rotate:
 		q.byHead(p)

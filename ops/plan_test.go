@@ -79,6 +79,8 @@ func enumerate(f func(request)) {
 			f(request{op: kernels.CombineSlices, x: kernels.Float32, layout: policy.MixedOffsets, m: m, n: 128256,
 				total: total})
 		}
+		f(request{op: kernels.CombineTokenStatistics, x: kernels.Float32, layout: policy.MixedOffsets, m: m,
+			n: 128256})
 	}
 	everyHead(f)
 	for _, op := range rowOps {

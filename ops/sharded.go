@@ -10,17 +10,8 @@ import (
 )
 
 func (a *shardedCrossEntropyCombine) refuse(k *check) {
-	if p := a.Parts; p.Rows > 1 && p.Stride != p.Cols {
-		k.fail(StatusLayout, "parts has rows of %d elements %d apart, expected adjacent rows; make it contiguous",
-			p.Cols, p.Stride)
-	}
-	switch {
-	case a.Classes == -1:
-		a.Classes = math.MaxInt64
-	case a.Classes < 1:
-		k.fail(StatusOption, "classes is %d, expected how many there are in all slices, or -1 if that is unknown",
-			a.Classes)
-	}
+	adjacent(k, &a.Parts)
+	a.Classes = countOf(k, a.Classes)
 }
 
 // each is how many numbers of a row each slice has.
@@ -77,4 +68,88 @@ func (a *shardedCrossEntropyCombine) cuda(c *Call, ordinal int32) error {
 		args.RowLosses = k.at(k.plan.scratch.rowLosses)
 	}
 	return k.launch(unsafe.Pointer(&args))
+}
+
+func (a *shardedTokenStatisticsCombine) refuse(k *check) {
+	adjacent(k, &a.Parts)
+	a.Classes = countOf(k, a.Classes)
+	for _, o := range []struct {
+		name string
+		v    *kernels.Vector
+	}{
+		{"log_sum_sq_probs", &a.LogSumSqProbs}, {"mean_logit", &a.MeanLogit}, {"is_top1", &a.IsTop1},
+		{"predicted", &a.Predicted},
+	} {
+		if a.Narrow && o.v.Present() {
+			k.fail(StatusOption, "%s is given with narrow, expected NULL; pass all parts", o.name)
+		}
+	}
+}
+
+func (a *shardedTokenStatisticsCombine) spec() kernels.ShardedTokenStatistics {
+	each := int64(8)
+	if a.Narrow {
+		each = 4
+	}
+	return kernels.ShardedTokenStatistics{
+		Parts: a.Parts, Ranks: a.Parts.Rows / each, Each: each, Index: a.Index, RowMask: a.RowMask,
+		IgnoreIndex: a.IgnoreIndex, First: a.First, Classes: a.Classes, LogProb: a.LogProb, Entropy: a.Entropy,
+		LogSumSqProbs: a.LogSumSqProbs, MeanLogit: a.MeanLogit, IsTop1: a.IsTop1, Predicted: a.Predicted,
+		State: a.State, Local: a.Local,
+	}
+}
+
+func (a *shardedTokenStatisticsCombine) host() error {
+	s := a.spec()
+	cpu.CombineTokenStatistics(&s)
+	return nil
+}
+
+func (a *shardedTokenStatisticsCombine) cuda(c *Call, ordinal int32) error {
+	s := a.spec()
+	if s.Parts.Cols == 0 {
+		return nil
+	}
+	k, err := c.start(ordinal, request{
+		op: kernels.CombineTokenStatistics, x: kernels.Float32, layout: policy.MixedOffsets, m: s.Parts.Cols,
+		n: s.Classes,
+	})
+	if err != nil {
+		return err
+	}
+	defer k.finish()
+	args := kernels.TokenStatisticsArgs{
+		RowMask: input(s.RowMask.Data), RowMaskStride: s.RowMask.Stride,
+		RowMaskBytes: int32(s.RowMask.DType.Size()), First: s.First, Classes: s.Classes,
+		LogProb: output(s.LogProb.Data), Entropy: output(s.Entropy.Data),
+		LogSumSqProbs: output(s.LogSumSqProbs.Data), MeanLogit: output(s.MeanLogit.Data),
+		IsTop1: output(s.IsTop1.Data), Predicted: output(s.Predicted.Data), Local: output(s.Local.Data),
+	}
+	args.Rows = kernels.Rows{
+		A: input(s.Parts.Data), AStride: s.Each * s.Parts.Cols, M: s.Parts.Cols, N: s.Classes,
+	}
+	args.Ranks, args.Max, args.IgnoreIndex = s.Ranks, output(s.State.Data), s.IgnoreIndex
+	args.Target, args.TargetStride = input(s.Index.Data), s.Index.Stride
+	args.TargetType = int32(s.Index.DType)
+	return k.launch(unsafe.Pointer(&args))
+}
+
+// adjacent refuses parts of slices with anything between them.
+func adjacent(k *check, parts *kernels.Matrix) {
+	if parts.Rows > 1 && parts.Stride != parts.Cols {
+		k.fail(StatusLayout, "parts has rows of %d elements %d apart, expected adjacent rows; make it contiguous",
+			parts.Cols, parts.Stride)
+	}
+}
+
+// countOf is how many classes there are in all slices: any number if that is unknown.
+func countOf(k *check, classes int64) int64 {
+	switch {
+	case classes == -1:
+		return math.MaxInt64
+	case classes < 1:
+		k.fail(StatusOption, "classes is %d, expected how many there are in all slices, or -1 if that is unknown",
+			classes)
+	}
+	return classes
 }

@@ -11,16 +11,25 @@ import (
 
 func (a *tokenStatisticsForward) refuse(k *check) {
 	k.logitMap(a.Scale, a.Softcap, a.Temperature)
+	switch {
+	case a.Classes != -1:
+		countOf(k, a.Classes)
+	case a.First != 0:
+		k.fail(StatusOption, "first is %d without classes, expected 0; set classes, of all slices", a.First)
+	}
 }
 
 func (a *tokenStatisticsForward) spec() kernels.TokenStatistics {
 	s := kernels.TokenStatistics{
 		CrossEntropy: kernels.CrossEntropy{
 			X: a.Logits, Target: a.Index, IgnoreIndex: a.IgnoreIndex,
-			Map: kernels.MapLogits(a.Scale, a.Softcap, a.Temperature),
+			Slice: a.Classes != -1, Map: kernels.MapLogits(a.Scale, a.Softcap, a.Temperature),
 		},
 		RowMask: a.RowMask, LogProb: a.LogProb, Entropy: a.Entropy, LogSumSqProbs: a.LogSumSqProbs,
-		MeanLogit: a.MeanLogit, IsTop1: a.IsTop1, Predicted: a.Predicted,
+		MeanLogit: a.MeanLogit, IsTop1: a.IsTop1, Predicted: a.Predicted, First: a.First, Classes: a.Classes,
+	}
+	if !s.Slice {
+		s.Classes = a.Logits.Cols
 	}
 	s.SetState(a.State)
 	return s
@@ -107,17 +116,18 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 	args := k.tokenStatistics(&s, &r)
 	args.DLogProb, args.DLogProbStride = input(s.DLogProb.Data), s.DLogProb.Stride
 	args.DEntropy, args.DEntropyStride = input(s.DEntropy.Data), s.DEntropy.Stride
-	if s.Slice {
-		args.Slice = 1
-	}
 	return k.launch(unsafe.Pointer(&args))
 }
 
 // tokenStatistics fills in the arguments that forward and backward share.
 func (k *cudaCall) tokenStatistics(s *kernels.TokenStatistics, r *request) kernels.TokenStatisticsArgs {
-	return kernels.TokenStatisticsArgs{
+	args := kernels.TokenStatisticsArgs{
 		GeneralCrossEntropyArgs: k.generalCrossEntropy(&s.CrossEntropy, r), Depth: output(s.Depth.Data),
 		RowMask: input(s.RowMask.Data), RowMaskStride: s.RowMask.Stride,
-		RowMaskBytes: int32(s.RowMask.DType.Size()),
+		RowMaskBytes: int32(s.RowMask.DType.Size()), First: s.First, Classes: s.Classes,
 	}
+	if s.Slice {
+		args.Slice = 1
+	}
+	return args
 }

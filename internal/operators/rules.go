@@ -22,6 +22,7 @@ const (
 	One
 	Broadcast
 	Slices
+	SliceStatistics
 	HalfRows
 	Heads
 	OtherHeads
@@ -29,6 +30,7 @@ const (
 	Sequences
 	Boundaries
 	RowStates
+	ColumnStates
 )
 
 // ShapeRule describes a rule for shapes. An operator's checks in package ops, the operands that kernels.c
@@ -62,6 +64,7 @@ var Letters = map[byte]sizes.Letter{
 	'R': {From: math.MaxInt32, To: 2},                    // all but the last two
 	'3': {Times: 3},
 	'4': {Times: 4},
+	'8': {Times: 8},
 	'B': {From: math.MaxInt32, To: 3}, // all but the last three
 	'*': {Any: true},                  // any size, of inputs
 }
@@ -79,6 +82,8 @@ const (
 	Undivided
 	Weighted
 	Unweighted
+	Narrow
+	Full
 )
 
 // Condition describes a When.
@@ -102,6 +107,8 @@ var Conditions = [...]Condition{
 	Undivided:  {Name: "undivided", Doc: "reduction is not mean, or the denominator is given"},
 	Weighted:   {Name: "weighted", Doc: "weighted is set", Flag: "weighted", Set: true},
 	Unweighted: {Name: "unweighted", Doc: "weighted is not set", Flag: "weighted"},
+	Narrow:     {Name: "narrow", Doc: "narrow is set", Flag: "narrow", Set: true},
+	Full:       {Name: "full", Doc: "narrow is not set", Flag: "narrow"},
 }
 
 // Denominator is the operand from which backward takes the denominator of a mean.
@@ -188,6 +195,13 @@ var Shapes = [...]ShapeRule{
 			{Sizes: "R4N", When: Weighted, Text: ": four numbers of each of N rows for each of R slices"},
 		},
 	},
+	SliceStatistics: {
+		Name: "slice_statistics", Doc: "(R, 8, N), or (R, 4, N) with narrow", Layout: InRows,
+		Forms: []Form{
+			{Sizes: "R8N", When: Full, Text: ": eight numbers of each of N rows for each of R slices"},
+			{Sizes: "R4N", When: Narrow, Text: ": four numbers of each of N rows for each of R slices"},
+		},
+	},
 	HalfRows: {
 		Name: "half_rows", Doc: "(M, N / 2)", Layout: InRows,
 		Forms: []Form{{Sizes: "LF", Text: ": half of the columns of {x}"}},
@@ -217,6 +231,10 @@ var Shapes = [...]ShapeRule{
 	RowStates: {
 		Name: "row_states", Doc: "(M, 3), contiguous", Layout: Contiguous,
 		Forms: []Form{{Sizes: "L3", Text: ": three numbers for each row of {x}"}},
+	},
+	ColumnStates: {
+		Name: "column_states", Doc: "(N, 3), contiguous", Layout: Contiguous,
+		Forms: []Form{{Sizes: "N3", Text: ": three numbers for each column of {x}"}},
 	},
 }
 

@@ -617,10 +617,16 @@ var Table = []Group{
 			[]Option{{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this index are left out"}},
 			mapping("logits", 0), []Option{
 				batchInvariant,
+				{Name: "first", Type: Integer, Only: "forward",
+					Doc: "logits is a slice of each row's tokens that begins with this one: index and predicted count " +
+						"from the row's first token"},
+				{Name: "classes", Type: Integer, Default: -1, Only: "forward",
+					Doc: "how many tokens there are in all slices, by which mean_logit is divided; the state of a row " +
+						"that is left out is then NaN; -1: logits has whole rows"},
 				{Name: "slice", Type: Flag, Only: "backward",
 					Doc: "logits is a slice of each row's tokens, and an index counts from the slice's first token. state " +
-						"is that of whole rows. In a row whose index is not in the slice, the index adds nothing. Rows are " +
-						"left out by row_mask, because ignore_index may be the number of a token in the slice"},
+						"is that of whole rows. In a row whose index is not in the slice, the index adds nothing, except -2, " +
+						"an index that no slice has"},
 			}),
 		Operators: []Operator{
 			{
@@ -632,7 +638,7 @@ var Table = []Group{
 					"is ignore_index: its results are 0, and predicted is -1. log_prob is NaN where index is outside of " +
 					"[0, N). The results of a row with a NaN or +inf, or of -inf alone, are NaN; with a NaN or +inf " +
 					"predicted is -1. state receives what backward reads of each row: its maximum m, log(sum exp(z - " +
-					"m)), and sum p (m - z).",
+					"m)), which is -inf for a row of -inf alone, and sum p (m - z).",
 				Operands: []Operand{
 					logits, index, rowMask,
 					statistic("log_prob", Statistic),
@@ -649,7 +655,10 @@ var Table = []Group{
 							"state"},
 						OnDemand: []string{"log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted",
 							"state"},
-						Extra: []Option{inplaceBackward}, Backward: "token_statistics_bwd"},
+						Without: []string{"first", "classes"},
+						Extra:   []Option{inplaceBackward}, Backward: "token_statistics_bwd"},
+					{Name: "token_statistics_out",
+						Writes: into("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state")},
 				},
 			},
 			{
@@ -710,6 +719,53 @@ var Table = []Group{
 				Torch: []Torch{
 					{Name: "sharded_cross_entropy_combine", Without: []string{"batch_invariant"},
 						Writes: into("max", "log_sum", "losses", "loss", "weights", "denominator")},
+				},
+			},
+		},
+	},
+	{
+		Name: "sharded_token_statistics", Type: "ShardedTokenStatistics",
+		Options: []Option{
+			{Name: "ignore_index", Type: Integer, Default: -100, Doc: "rows with this index are left out"},
+			{Name: "first", Type: Integer, Doc: "the token with which this rank's slice begins"},
+			{Name: "classes", Type: Integer, Default: -1,
+				Doc: "how many tokens there are in all slices; -1: unknown, so that log_prob of an index behind them " +
+					"is -inf, not NaN"},
+			{Name: "narrow", Type: Flag,
+				Doc: "parts has four numbers of each row, and of the results log_sum_sq_probs, mean_logit, is_top1 and " +
+					"predicted must be absent"},
+		},
+		Operators: []Operator{
+			{
+				Name: "combine", Owned: "gander_sharded_token_statistics", Refuses: true,
+				Doc: "The statistics of N rows whose tokens are divided into R slices, from what " +
+					"token_statistics_forward computes of each slice with first and classes. parts is contiguous. For " +
+					"each slice it has the rows' state, (N, 3), and log_prob; then without narrow log_sum_sq_probs, " +
+					"mean_logit, and predicted, whose int64 take the place of two numbers of each row (if they are of " +
+					"float64, the second half of it is not read). A slice without tokens is as one with a token of " +
+					"-inf, whose first is behind all slices, except that mean_logit is 0. index counts the tokens of " +
+					"all slices. The results are token_statistics_forward's of whole rows, and so is state. Those of a " +
+					"row whose state is NaN in a slice are NaN, and predicted is -1. local receives the index that " +
+					"token_statistics_backward takes with slice: it counts from first, with -1 for any before; it is " +
+					"-2 if no slice has the index, and -3, to pass as backward's ignore_index, in a row that is left " +
+					"out.",
+				Operands: []Operand{
+					{Name: "parts", Shape: SliceStatistics, DType: Wide},
+					{Name: "index", Shape: Columns, DType: Index},
+					{Name: "row_mask", Shape: Columns, DType: RowMask, Optional: true},
+					written(Operand{Name: "log_prob", Shape: Columns, DType: Statistic}),
+					written(Operand{Name: "entropy", Shape: Columns, DType: Statistic}),
+					written(Operand{Name: "log_sum_sq_probs", Shape: Columns, DType: Statistic}),
+					written(Operand{Name: "mean_logit", Shape: Columns, DType: Statistic}),
+					written(Operand{Name: "is_top1", Shape: Columns, DType: Truth}),
+					written(Operand{Name: "predicted", Shape: Columns, DType: Class}),
+					written(Operand{Name: "state", Shape: ColumnStates, DType: Statistic}),
+					written(Operand{Name: "local", Shape: Columns, DType: Class}),
+				},
+				Torch: []Torch{
+					{Name: "sharded_token_statistics_combine",
+						Writes: into("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted",
+							"state", "local")},
 				},
 			},
 		},

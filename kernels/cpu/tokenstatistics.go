@@ -83,8 +83,10 @@ func (w *worker[T]) leavesOut(row int) bool {
 	return w.isMasked(row) || integerAt(&w.ce.Target, row) == w.ce.IgnoreIndex
 }
 
-func (w *worker[T]) isMasked(row int) bool {
-	m := &w.tokens.RowMask
+func (w *worker[T]) isMasked(row int) bool { return isMasked(&w.tokens.RowMask, row) }
+
+// isMasked tells whether a mask of rows leaves one out.
+func isMasked(m *kernels.Vector, row int) bool {
 	if !m.Present() {
 		return false
 	}
@@ -146,11 +148,15 @@ func (tokenForward[T]) combine(w *worker[T], row int, _ []partial) (none rowStat
 			put(v, row, value)
 		}
 	}
+	state := []*kernels.Vector{&w.ce.Max, &w.ce.LogSum, &s.Depth}
 	if w.leavesOut(row) {
-		for _, v := range []*kernels.Vector{
-			&s.LogProb, &s.Entropy, &s.LogSumSqProbs, &s.MeanLogit, &w.ce.Max, &w.ce.LogSum, &s.Depth,
-		} {
+		for _, v := range []*kernels.Vector{&s.LogProb, &s.Entropy, &s.LogSumSqProbs, &s.MeanLogit} {
 			write(v, 0)
+		}
+		for _, v := range state {
+			if write(v, 0); w.ce.Slice {
+				write(v, math.NaN())
+			}
 		}
 		w.writePredicted(row, -1, false)
 		return none
@@ -163,28 +169,36 @@ func (tokenForward[T]) combine(w *worker[T], row int, _ []partial) (none rowStat
 	if math.IsNaN(p.others) || math.IsInf(p.max, 1) {
 		p.column = -1
 	}
+	nothing := math.IsInf(p.max, -1) && !math.IsNaN(p.others)
 	if math.IsInf(p.max, 0) {
 		p.others, p.squares = math.NaN(), math.NaN()
 	}
 	logSum, depth, logProb := math.Log1p(p.others), p.depth/(1+p.others), math.NaN()
-	t := w.targetOf(row)
-	if t.valid {
-		logProb = (w.mappedLogit(row, t.column) - p.max) - logSum
+	column := integerAt(&w.ce.Target, row) - s.First
+	if 0 <= column && column < int64(w.cols) {
+		logProb = (w.mappedLogit(row, int(column)) - p.max) - logSum
 	}
 	write(&s.LogProb, logProb)
 	write(&s.Entropy, logSum+depth)
 	write(&s.LogSumSqProbs, math.Log1p(p.squares)-2*logSum)
-	write(&s.MeanLogit, p.total/float64(w.cols))
-	write(&w.ce.Max, p.max)
-	write(&w.ce.LogSum, logSum)
-	write(&s.Depth, depth)
-	w.writePredicted(row, p.column, t.valid && p.column == t.column)
+	write(&s.MeanLogit, p.total/float64(s.Classes))
+	if nothing {
+		logSum = math.Inf(-1)
+	}
+	for i, v := range []float64{p.max, logSum, depth} {
+		write(state[i], v)
+	}
+	if p.column < 0 {
+		w.writePredicted(row, -1, false)
+	} else {
+		w.writePredicted(row, s.First+int64(p.column), int64(p.column) == column)
+	}
 	return none
 }
 
-func (w *worker[T]) writePredicted(row, column int, isTop bool) {
+func (w *worker[T]) writePredicted(row int, predicted int64, isTop bool) {
 	if w.tokens.Predicted.Present() {
-		putInt64(&w.tokens.Predicted, row, int64(column))
+		putInt64(&w.tokens.Predicted, row, predicted)
 	}
 	if w.tokens.IsTop1.Present() {
 		putBool(&w.tokens.IsTop1, row, isTop)
@@ -219,7 +233,9 @@ func (w *worker[T]) upstreams(row int) (ofLogProb, ofEntropy float64) {
 		return 0, 0
 	}
 	if w.tokens.DLogProb.Present() {
-		if ofLogProb = at(&w.tokens.DLogProb, row); !w.targetOf(row).valid && !w.ce.Slice {
+		ofLogProb = at(&w.tokens.DLogProb, row)
+		inNoSlice := integerAt(&w.ce.Target, row) == kernels.InNoSlice
+		if !w.targetOf(row).valid && (!w.ce.Slice || inNoSlice) {
 			ofLogProb = math.NaN()
 		}
 	}

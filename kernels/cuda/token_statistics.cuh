@@ -17,6 +17,9 @@ namespace gander {
 constexpr int64_t kNoColumn = INT64_MAX;
 constexpr float kLn2 = 0.6931471805599453f;
 
+// What backward of a slice takes in place of an index, as in kernels.go.
+constexpr int64_t kInNoSlice = -2, kLeftOut = -3;
+
 // (z - m) exp(z - m) is 0 to all digits below this z - m, and it is not 0 * inf.
 constexpr float kDeepest = -1e4f;
 
@@ -96,6 +99,12 @@ __device__ __forceinline__ bool is_masked(const TokenStatisticsArgs& a, int64_t 
   return static_cast<const int64_t*>(a.row_mask)[i] == 0;
 }
 
+// The column of a token, or kNoTarget if it is none, or in another slice.
+__device__ __forceinline__ int64_t column_in_slice(const TokenStatisticsArgs& a, int64_t index) {
+  const uint64_t column = static_cast<uint64_t>(index) - static_cast<uint64_t>(a.first);
+  return column < static_cast<uint64_t>(a.rows.n) ? static_cast<int64_t>(column) : kNoTarget;
+}
+
 // Many long rows wait for their index too. Others would take longer.
 constexpr int64_t kLongRow = 1 << 14, kManyRows = 512;
 __device__ __forceinline__ bool is_skipped(const TokenStatisticsArgs& a, int64_t row) {
@@ -129,7 +138,7 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
   }
   __device__ __forceinline__ static void resolve_index(const Args& a, Scalars& sc) {
     sc.left_out |= sc.index == a.ignore_index;
-    sc.index = column_of(a, sc.index);
+    sc.index = column_in_slice(a, sc.index);
   }
   __device__ __forceinline__ static void save_scalars(const Args& a, int64_t row, const Scalars& sc) {
     static_cast<float*>(a.target_logits)[row] = sc.logit;
@@ -305,18 +314,19 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     };
     put(a.log_prob, sc.index == kNoTarget ? kNaN : 0.f - row_loss(log, st.m, sc.logit, 1.f));
     put(a.entropy, log_sum + depth);
-    const float state[] = {st.m, log_sum, depth};
+    const bool nothing = st.m == -kInfinity && !isnan(st.others);
+    const float state[] = {st.m, nothing ? -kInfinity : log_sum, depth}, left_out = a.slice ? kNaN : 0.f;
 #pragma unroll
     for (int i = 0; i < 3; i++)
-      store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride + i, sc.left_out ? 0.f : state[i]);
+      store_if(a.max, static_cast<float*>(a.max) + row * a.max_stride + i, sc.left_out ? left_out : state[i]);
     if constexpr (All) {
       const float2 of_squares = log_parts(1.f + st.squares, st.squares);
       put(a.log_sum_sq_probs, finite ? fmaf(-2.f, log_sum, of_squares.x + of_squares.y) : kNaN);
-      put(a.mean_logit, (a.inner == 0.f ? a.outer * st.total : st.total) / static_cast<float>(a.rows.n));
+      put(a.mean_logit, (a.inner == 0.f ? a.outer * st.total : st.total) / static_cast<float>(a.classes));
       const int64_t column = sc.left_out || isnan(st.others) || st.m == kInfinity ? -1
                              : st.column == kNoColumn                             ? 0
                                                                                   : st.column;
-      if (a.predicted) static_cast<int64_t*>(a.predicted)[row] = column;
+      if (a.predicted) static_cast<int64_t*>(a.predicted)[row] = column < 0 ? column : a.first + column;
       if (a.is_top1) static_cast<uint8_t*>(a.is_top1)[row] = column >= 0 && column == sc.index;
     }
   }
@@ -353,8 +363,9 @@ struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
   }
   __device__ __forceinline__ static void resolve_scalars(const Args& a, int64_t, Scalars& sc, bool) {
     sc.left_out |= sc.index == a.ignore_index;
+    const bool may_be_elsewhere = a.slice && sc.index != kInNoSlice;
     sc.index = column_of(a, sc.index);
-    if (sc.index == kNoTarget && a.d_log_prob && !a.slice) sc.of_log_prob = kNaN;
+    if (sc.index == kNoTarget && a.d_log_prob && !may_be_elsewhere) sc.of_log_prob = kNaN;
     sc.scale = expf(-sc.log_sum);
     sc.constant = fmaf(-sc.of_entropy, sc.depth, -sc.of_log_prob);
     // No logit matters: not even a NaN.
@@ -407,5 +418,73 @@ struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
     return fmaf(sc.of_log_prob, others, of_entropy) * z.derivative;
   }
 };
+
+// The statistics of rows whose tokens are divided into slices, by one thread for each row. See
+// kernels.ShardedTokenStatistics for the parts of a slice, and cpu.CombineTokenStatistics for the formulas.
+__device__ __forceinline__ void combine_token_statistics_body(const TokenStatisticsArgs& a) {
+  const int64_t rows = a.rows.m, row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  const bool narrow = a.rows.a_stride == 4 * rows;
+  const auto slice = [&](int64_t i) { return static_cast<const float*>(a.rows.a) + i * a.rows.a_stride; };
+  const int64_t index = load_target<false>(a, row);
+  const bool left_out = is_masked(a, row) || index == a.ignore_index;
+
+  float high = -kInfinity;
+  bool is_unknown = false;
+  for (int64_t i = 0; i < a.ranks; i++) {
+    const float m = slice(i)[3 * row];
+    high = fmaxf(high, m), is_unknown |= isnan(m);
+  }
+  float others = 0.f, depth = 0.f, q = 0.f, mean = 0.f, below = -kInfinity;
+  int64_t column = kNoColumn;
+  bool found = false;  // whether one of the slices that have the maximum is among those before
+  for (int64_t i = 0; i < a.ranks; i++) {
+    const float* const state = slice(i) + 3 * row;
+    const float* const numbers = slice(i) + 3 * rows + row;
+    const float m = state[0], log_sum = state[1], log_prob = numbers[0];
+    float log_squares = 0.f;
+    if (!narrow) {
+      log_squares = numbers[rows], mean += numbers[2 * rows];
+      // Maybe not aligned to 8 bytes.
+      const auto* const halves = reinterpret_cast<const uint32_t*>(slice(i) + 6 * rows) + 2 * row;
+      const auto predicted = static_cast<int64_t>(static_cast<uint64_t>(halves[1]) << 32 | halves[0]);
+      if (m == high || predicted < 0) column = min(column, predicted);
+    }
+    if (log_sum == -kInfinity) continue;  // nothing but -inf, maybe the index too
+    const float d = high - m, factor = expf(-d), r = expm1f(log_sum), sum = factor * (1.f + r);
+    const float square = fmaxf(expm1f(fmaf(2.f, log_sum, log_squares)), 0.f);
+    if (!isnan(log_prob)) below = fminf(log_prob + log_sum, 0.f) - d;
+    depth = fmaf(sum, state[2] + fminf(d, -kDeepest), depth);
+    if (m == high && !found) {
+      others += r, q += square, found = true;
+    } else {
+      others += sum, q += factor * factor * (1.f + square);
+    }
+  }
+  if (!found) others = -1.f, q = kNaN;
+  if (is_unknown) high = others = q = mean = kNaN, column = -1;
+  if (left_out) column = -1;
+  const float log_sum = log1pf(others);
+  depth /= 1.f + others;
+  const bool is_token = index >= 0 && index < a.classes;
+  const auto put = [&](void* to, float value) {
+    if (to) static_cast<float*>(to)[row] = left_out ? 0.f : value;
+  };
+  put(a.log_prob, is_token ? below - log_sum : kNaN);
+  put(a.entropy, log_sum + depth);
+  put(a.log_sum_sq_probs, fmaf(-2.f, log_sum, log1pf(q)));
+  put(a.mean_logit, mean);
+  if (a.is_top1) static_cast<uint8_t*>(a.is_top1)[row] = column >= 0 && column == index;
+  if (a.predicted) static_cast<int64_t*>(a.predicted)[row] = column;
+  if (a.max) {
+    const float state[] = {high, log_sum, depth};
+#pragma unroll
+    for (int i = 0; i < 3; i++) static_cast<float*>(a.max)[3 * row + i] = left_out ? 0.f : state[i];
+  }
+  if (a.local) {
+    const int64_t local = max(index - a.first, static_cast<int64_t>(-1));
+    static_cast<int64_t*>(a.local)[row] = left_out ? kLeftOut : is_token ? local : kInNoSlice;
+  }
+}
 
 }  // namespace gander

@@ -18,9 +18,12 @@ struct TokenStatisticsArgs : GeneralCrossEntropyArgs {
   void* mean_logit;
   void* is_top1;
   void* predicted;
+  int64_t first;
+  int64_t classes;
+  void* local;
   int32_t row_mask_bytes;
   int32_t padding;
 };
-static_assert(sizeof(TokenStatisticsArgs) == 464, "the layout is Go's");
+static_assert(sizeof(TokenStatisticsArgs) == 488, "the layout is Go's");
 
 }  // namespace gander

@@ -24,3 +24,4 @@ KERNEL(all_token_statistics_forward_apply_float32_256x4, 256, 4, apply_body<Toke
 KERNEL(all_token_statistics_forward_apply_float32_256x2_unaligned, 256, 4, apply_body<TokenStatisticsForward<f32, true>, 2, true>)
 KERNEL(token_statistics_backward_elementwise_float32_256x4, 256, 4, elementwise_body<TokenStatisticsBackward<f32>, 4, false>)
 KERNEL(token_statistics_backward_elementwise_float32_256x2_unaligned, 256, 4, elementwise_body<TokenStatisticsBackward<f32>, 2, true>)
+KERNEL(combine_token_statistics_finish_float32_256x1_unaligned, 256, 4, combine_token_statistics_body)

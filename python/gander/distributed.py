@@ -137,8 +137,8 @@ def token_statistics(
     The slices lie in the order of the group's ranks. The index counts all tokens. All ranks return the same
     statistics.
 
-    A call does one all-gather. Per row and rank it has 12 bytes for log_prob or entropy, 16 for both, 28 for
-    all outputs (twice that for float64), and 8 bytes more. Nothing waits for the device, so that a CUDA graph
+    A call does one all-gather. Per row and rank it has 16 bytes for log_prob and entropy, 32 with any other
+    output (twice that for float64), and 8 bytes more. Nothing waits for the device, so that a CUDA graph
     can capture the call. Backward does no communication: the gradients of the statistics must be the same on
     all ranks. torch.compile(fullgraph=True) takes the call into its graph.
 
@@ -176,7 +176,7 @@ def token_statistics(
         ValueError: A shape, sizes, outputs, or the group.
         NotImplementedError: A nested or a sparse tensor; a gradient of another statistic than log_prob and
             entropy, except in a graph of torch.compile, which cannot raise: there the gradient of its row is
-            NaN; 2^31 tokens or more with is_top1 or predicted.
+            NaN.
         IndexError: An index, under set_debug(True).
         RuntimeError: The device, the driver, or memory.
 

@@ -23,9 +23,10 @@
   S(gander_cross_entropy_backward_options, 128, GANDER_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_soft_cross_entropy_forward_options, 96, GANDER_SOFT_CROSS_ENTROPY_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_soft_cross_entropy_backward_options, 88, GANDER_SOFT_CROSS_ENTROPY_BACKWARD_OPTIONS_DEFAULTS) \
-  S(gander_token_statistics_forward_options, 120, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_forward_options, 136, GANDER_TOKEN_STATISTICS_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_backward_options, 88, GANDER_TOKEN_STATISTICS_BACKWARD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_combine_options, 88, GANDER_SHARDED_CROSS_ENTROPY_COMBINE_OPTIONS_DEFAULTS) \
+  S(gander_sharded_token_statistics_combine_options, 120, GANDER_SHARDED_TOKEN_STATISTICS_COMBINE_OPTIONS_DEFAULTS) \
   S(gander_rescale_gradient_options, 32, GANDER_RESCALE_GRADIENT_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_forward_options, 24, GANDER_LOGSUMEXP_FORWARD_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_backward_options, 24, GANDER_LOGSUMEXP_BACKWARD_OPTIONS_DEFAULTS) \
@@ -51,9 +52,10 @@
   S(gander_cross_entropy_grad_options, 128, GANDER_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
   S(gander_soft_cross_entropy_options, 96, GANDER_SOFT_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
   S(gander_soft_cross_entropy_grad_options, 88, GANDER_SOFT_CROSS_ENTROPY_GRAD_OPTIONS_DEFAULTS) \
-  S(gander_token_statistics_options, 120, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
+  S(gander_token_statistics_options, 136, GANDER_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
   S(gander_token_statistics_grad_options, 88, GANDER_TOKEN_STATISTICS_GRAD_OPTIONS_DEFAULTS) \
   S(gander_sharded_cross_entropy_options, 88, GANDER_SHARDED_CROSS_ENTROPY_OPTIONS_DEFAULTS) \
+  S(gander_sharded_token_statistics_options, 120, GANDER_SHARDED_TOKEN_STATISTICS_OPTIONS_DEFAULTS) \
   S(gander_rescale_options, 32, GANDER_RESCALE_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_options, 24, GANDER_LOGSUMEXP_OPTIONS_DEFAULTS) \
   S(gander_logsumexp_grad_options, 24, GANDER_LOGSUMEXP_GRAD_OPTIONS_DEFAULTS)
@@ -275,6 +277,8 @@
   F(gander_token_statistics_forward_options, softcap, 96) \
   F(gander_token_statistics_forward_options, temperature, 104) \
   F(gander_token_statistics_forward_options, batch_invariant, 112) \
+  F(gander_token_statistics_forward_options, first, 120) \
+  F(gander_token_statistics_forward_options, classes, 128) \
   F(gander_token_statistics_backward_options, size, 0) F(gander_token_statistics_backward_options, magic, 4) \
   F(gander_token_statistics_backward_options, allocator, 8) \
   F(gander_token_statistics_backward_options, row_mask, 16) \
@@ -297,6 +301,21 @@
   F(gander_sharded_cross_entropy_combine_options, mean, 64) \
   F(gander_sharded_cross_entropy_combine_options, weighted, 72) \
   F(gander_sharded_cross_entropy_combine_options, batch_invariant, 80) \
+  F(gander_sharded_token_statistics_combine_options, size, 0) F(gander_sharded_token_statistics_combine_options, magic, 4) \
+  F(gander_sharded_token_statistics_combine_options, allocator, 8) \
+  F(gander_sharded_token_statistics_combine_options, row_mask, 16) \
+  F(gander_sharded_token_statistics_combine_options, log_prob, 24) \
+  F(gander_sharded_token_statistics_combine_options, entropy, 32) \
+  F(gander_sharded_token_statistics_combine_options, log_sum_sq_probs, 40) \
+  F(gander_sharded_token_statistics_combine_options, mean_logit, 48) \
+  F(gander_sharded_token_statistics_combine_options, is_top1, 56) \
+  F(gander_sharded_token_statistics_combine_options, predicted, 64) \
+  F(gander_sharded_token_statistics_combine_options, state, 72) \
+  F(gander_sharded_token_statistics_combine_options, local, 80) \
+  F(gander_sharded_token_statistics_combine_options, ignore_index, 88) \
+  F(gander_sharded_token_statistics_combine_options, first, 96) \
+  F(gander_sharded_token_statistics_combine_options, classes, 104) \
+  F(gander_sharded_token_statistics_combine_options, narrow, 112) \
   F(gander_rescale_gradient_options, size, 0) F(gander_rescale_gradient_options, magic, 4) \
   F(gander_rescale_gradient_options, allocator, 8) \
   F(gander_rescale_gradient_options, upstream, 16) \
@@ -535,6 +554,8 @@
   F(gander_token_statistics_options, softcap, 96) \
   F(gander_token_statistics_options, temperature, 104) \
   F(gander_token_statistics_options, batch_invariant, 112) \
+  F(gander_token_statistics_options, first, 120) \
+  F(gander_token_statistics_options, classes, 128) \
   F(gander_token_statistics_grad_options, size, 0) F(gander_token_statistics_grad_options, magic, 4) \
   F(gander_token_statistics_grad_options, allocator, 8) \
   F(gander_token_statistics_grad_options, row_mask, 16) \
@@ -557,6 +578,21 @@
   F(gander_sharded_cross_entropy_options, mean, 64) \
   F(gander_sharded_cross_entropy_options, weighted, 72) \
   F(gander_sharded_cross_entropy_options, batch_invariant, 80) \
+  F(gander_sharded_token_statistics_options, size, 0) F(gander_sharded_token_statistics_options, magic, 4) \
+  F(gander_sharded_token_statistics_options, allocator, 8) \
+  F(gander_sharded_token_statistics_options, row_mask, 16) \
+  F(gander_sharded_token_statistics_options, log_prob, 24) \
+  F(gander_sharded_token_statistics_options, entropy, 32) \
+  F(gander_sharded_token_statistics_options, log_sum_sq_probs, 40) \
+  F(gander_sharded_token_statistics_options, mean_logit, 48) \
+  F(gander_sharded_token_statistics_options, is_top1, 56) \
+  F(gander_sharded_token_statistics_options, predicted, 64) \
+  F(gander_sharded_token_statistics_options, state, 72) \
+  F(gander_sharded_token_statistics_options, local, 80) \
+  F(gander_sharded_token_statistics_options, ignore_index, 88) \
+  F(gander_sharded_token_statistics_options, first, 96) \
+  F(gander_sharded_token_statistics_options, classes, 104) \
+  F(gander_sharded_token_statistics_options, narrow, 112) \
   F(gander_rescale_options, size, 0) F(gander_rescale_options, magic, 4) \
   F(gander_rescale_options, allocator, 8) \
   F(gander_rescale_options, upstream, 16) \

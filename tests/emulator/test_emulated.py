@@ -633,9 +633,22 @@ def test_token_statistics(dtype, vectors, suffix, more):
         given = inputs | saved | rows.inputs(upstream)
         dlogits = check("token_statistics_backward", given, rows.outputs("dlogits"), **options)["dlogits"]
         assert (dlogits[[1, 3]] == 0).all() and np.isnan(dlogits[4]).all() == ("dlog_prob" in upstream)
-        # In row 4 the index is in another slice.
+        # In row 4 the index is in another slice, or in none.
         sliced = check("token_statistics_backward", given, rows.outputs("dlogits"), slice=1, **options)
         assert np.isfinite(sliced["dlogits"][4]).all()
+        given["index"] = "int32", np.where(np.arange(rows.m) == 4, -2, index)
+        sliced = check("token_statistics_backward", given, rows.outputs("dlogits"), slice=1, **options)
+        assert np.isnan(sliced["dlogits"][4]).all() == ("dlog_prob" in upstream)
+    # The same logits as a slice.
+    inputs["index"] = "int64", np.where(index == -100, index, index + 2**40)
+    options |= {"first": 2**40, "classes": 2**41}
+    found = check("token_statistics_forward", inputs, rows.outputs(f"{all_of} state"), **options)
+    assert np.isnan(found["state"][[1, 3]]).all() and (found["predicted"][[1, 3, 10]] == -1).all()
+    assert found["predicted"][9] >= 2**40
+    np.testing.assert_array_equal(found["log_prob"][[0, 2, 8]], log_prob[[0, 2, 8]])
+    if "softcap" not in more:
+        assert (found["state"][7, :2] == -np.inf).all()
+        assert found["is_top1"][8] and found["predicted"][9] == 2**40
 
 
 @pytest.mark.parametrize("op", ["all_token_statistics_forward", "softmax_forward", "layernorm_forward"])
@@ -836,6 +849,48 @@ def test_sharded_cross_entropy(m, reduction, weighted):
     got = check("sharded_cross_entropy_combine", inputs, outputs, units=4, **options)
     certain = got["log_sum"][7::13]
     assert (certain[np.isfinite(certain)] > 0).all()
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+@pytest.mark.parametrize("m", [1, 256, 700])
+def test_sharded_token_statistics(m, narrow):
+    """Of four slices, of which the index is in one, or in none of them that it should be in."""
+    each, classes = (4, 400) if narrow else (8, 400)
+    rows, row = Rows(4 * each, m, "float32"), np.arange(m)
+    index = row * 7919 % classes
+    elsewhere = np.arange(4)[:, None] != index // 100
+    parts = rows.values(4, each, m).copy()
+    state = np.abs(rows.values(4, m, 3)) + np.float32(0.1)
+    state[:, 5::11, 0] = 2  # all slices have the maximum
+    state[:, 7::13] = np.where(elsewhere[:, 7::13, None], 0, [30, 1e-6, 1e-5])  # nearly certain
+    state[2, 3::17] = -np.inf, -np.inf, np.nan  # a slice of -inf alone
+    state[:, 6::19] = -np.inf, -np.inf, np.nan  # all are
+    state[0, 8::23, 1:] = np.nan  # a NaN
+    state[3, 9::29] = np.nan  # left out by another rank
+    parts[:, :3] = state.reshape(4, 3, m)
+    parts[:, 3] = np.where(elsewhere, np.nan, -np.abs(parts[:, 3]))
+    if not narrow:
+        parts[:, 4] = -state[:, :, 1]
+        predicted = np.arange(4)[:, None] * 100 + row * 31 % 100
+        predicted[0, 8::23] = -1
+        parts[:, 6:] = predicted.view(np.float32).reshape(4, 2, m)
+    index[4::7] = classes
+    inputs = {"parts": ("float32", parts), "index": ("int64", index)}
+    outputs = dict.fromkeys(("log_prob", "entropy"), ("float32", (m,)))
+    outputs |= {"state": ("float32", (m, 3)), "local": ("int64", (m,))}
+    if not narrow:
+        outputs |= dict.fromkeys(("log_sum_sq_probs", "mean_logit"), ("float32", (m,)))
+        outputs |= {"is_top1": ("bool", (m,)), "predicted": ("int64", (m,))}
+    options = dict(first=100, classes=classes, narrow=narrow, ignore_index=2)
+    for mask in "bool", "int32", None:
+        if mask:
+            inputs["row_mask"] = mask, row % 9 != 8
+        got = check("sharded_token_statistics_combine", inputs, outputs, units=4, **options)
+        inputs.pop("row_mask", None)
+    if m > 1:
+        assert np.isnan(got["log_prob"][4]) and got["local"][4] == -2
+        assert np.isnan(got["entropy"][[6, 8, 9]]).all()
+        assert 0 < got["entropy"][7] < 1e-4 and got["log_prob"][7] < 0
 
 
 # (op of CALLS, an output, the input that it overwrites)

@@ -187,6 +187,9 @@ def calls(dtype, m, n, offset):
     count += call(
         "sharded_cross_entropy_combine", parts=slices, target=target, **combined, mean=1, weighted=1
     )
+    slices, states = statistic(2, 8, m, values=VALUES[: 16 * m]), statistic(m, 3)
+    combined = dict(log_prob=high, entropy=lse, log_sum_sq_probs=loss, mean_logit=weights, state=states)
+    count += call("sharded_token_statistics_combine", parts=slices, index=target, **combined)
     if dtype != "float32":  # operands of several types
         wide = given(m, n, dtype="float32")
         count += call("rmsnorm_forward", x=dy, weight=class_weight, y=wide, rstd=rstd)

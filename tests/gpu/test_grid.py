@@ -324,6 +324,36 @@ def test_captured_qk_norm_rotary(dtype):
 
 
 @pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_combine_token_statistics(m, narrow):
+    """What follows the all-gather of statistics of slices: as on the CPU, and the same bits each time."""
+    n, slices, each = 40, 8, 4 if narrow else 8
+    logits, index = torch.randn(m, slices * n), torch.randint(slices * n, (m,))
+    logits[3::5, :n], logits[4::7] = float("-inf"), 1.0
+    index[2::7] = -100
+    parts = torch.empty(slices, each, m)
+    for at, (part, x) in enumerate(zip(parts, logits.chunk(slices, 1), strict=True)):
+        to = {"state": part[:3].view(m, 3), "log_prob": part[3]}
+        if not narrow:
+            predicted = part[6:].view(-1).view(torch.int64)
+            to |= {"log_sum_sq_probs": part[4], "mean_logit": part[5], "predicted": predicted}
+        torch.ops.gander.token_statistics_out(x, index, **to, first=at * n, classes=slices * n)
+    results = []
+    for device in "cpu", "cuda", "cuda":
+        to = {name: torch.full((m,), 7.0, device=device) for name in ("log_prob", "entropy")}
+        to |= {"state": torch.full((m, 3), 7.0, device=device), "local": index.to(device, copy=True)}
+        if not narrow:
+            to |= {name: to["entropy"].clone() for name in ("log_sum_sq_probs", "mean_logit")}
+            to |= {"predicted": to["local"].clone(), "is_top1": to["local"] < 0}
+        options = {"first": 3 * n, "classes": slices * n, "narrow": narrow}
+        torch.ops.gander.sharded_token_statistics_combine(parts.to(device), index.to(device), **to, **options)
+        results.append([t.cpu() for t in to.values()])
+    for on_cpu, once, again in zip(*results, strict=True):
+        torch.testing.assert_close(once, on_cpu, rtol=4e-6, atol=4e-6, equal_nan=True)
+        assert same_bits(once, again)
+
+
+@pytest.mark.parametrize("m", [1, 6, 256, 8192, 100001])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_combine_slices(m, weighted):
     """What follows the all-gather of a sharded loss: as on the CPU, to a few units in the last place, and the

@@ -197,7 +197,8 @@ func expected(v *kernels.Variant) (least moves) {
 // comesFirst tells whether a kernel of an op that combines results, or clears memory, is a call's first.
 func comesFirst(op kernels.Op) bool {
 	switch op {
-	case kernels.Denominator, kernels.SoftmaxClear, kernels.RMSNormClear, kernels.CombineSlices:
+	case kernels.Denominator, kernels.SoftmaxClear, kernels.RMSNormClear, kernels.CombineSlices,
+		kernels.CombineTokenStatistics:
 		return true
 	}
 	return false

@@ -279,13 +279,14 @@ var (
 		kernels.Finish: "qk_norm_weights_body",
 	})
 	finishes = templates(map[kernels.Op]string{
-		kernels.WeightGradient: "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
-		kernels.Total:          "total<{{.Threads}}, {{.Cluster}}>",
-		kernels.Denominator:    "denominator<{{.Threads}}, {{.Cluster}}>",
-		kernels.ClassWeights:   "class_weights<{{.Threads}}, {{.Cluster}}>",
-		kernels.CombineSlices:  "combine_slices_body",
-		kernels.SoftmaxClear:   "clear_slots",
-		kernels.RMSNormClear:   "clear_slots",
+		kernels.WeightGradient:         "weight_gradient_body<{{.T}}, {{.Threads}}, {{.RowThreads}}>",
+		kernels.Total:                  "total<{{.Threads}}, {{.Cluster}}>",
+		kernels.Denominator:            "denominator<{{.Threads}}, {{.Cluster}}>",
+		kernels.ClassWeights:           "class_weights<{{.Threads}}, {{.Cluster}}>",
+		kernels.CombineSlices:          "combine_slices_body",
+		kernels.SoftmaxClear:           "clear_slots",
+		kernels.CombineTokenStatistics: "combine_token_statistics_body",
+		kernels.RMSNormClear:           "clear_slots",
 	})
 )
 

@@ -84,7 +84,16 @@ func comment(words, indent string) string {
 // declaration is the declaration of a C function, without a semicolon.
 func declaration(name string, parameters []string) string {
 	head := "int32_t " + name + "("
-	lines, line := []string{}, head
+	lines := filled(head, strings.Repeat(" ", len(head)), parameters)
+	if slices.ContainsFunc(lines, func(line string) bool { return len(line) > 110 }) {
+		lines = append([]string{head}, filled("    ", "    ", parameters)...)
+	}
+	return strings.Join(lines, "\n")
+}
+
+// filled are lines of up to 110 columns with the parameters, after head.
+func filled(head, indent string, parameters []string) (lines []string) {
+	line := head
 	for i, p := range parameters {
 		if i < len(parameters)-1 {
 			p += ","
@@ -93,7 +102,7 @@ func declaration(name string, parameters []string) string {
 		}
 		if len(line)+1+len(p) > 110 {
 			lines = append(lines, line)
-			line = strings.Repeat(" ", len(head)) + p
+			line = indent + p
 			continue
 		}
 		if line != head {
@@ -101,7 +110,7 @@ func declaration(name string, parameters []string) string {
 		}
 		line += p
 	}
-	return strings.Join(append(lines, line), "\n")
+	return append(lines, line)
 }
 
 func cBorrowed() string {

@@ -7,7 +7,7 @@ from typing import Any
 
 from .calls import call
 
-__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "soft_cross_entropy", "soft_cross_entropy_bwd", "soft_cross_entropy_bwd_", "softmax", "softmax_bwd", "token_statistics", "token_statistics_bwd", "token_statistics_bwd_")
+__all__ = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_bwd_", "cross_entropy_bwd_one_pass", "cross_entropy_bwd_out", "cross_entropy_fwd", "cross_entropy_fwd_dx_", "cross_entropy_fwd_one_pass", "cross_entropy_fwd_out", "fused_add_rmsnorm_", "glu", "glu_bwd", "glu_bwd_", "l2norm", "l2norm_bwd", "layernorm", "layernorm_bwd", "layernorm_out", "logsumexp", "logsumexp_bwd", "masked_softmax", "masked_softmax_bwd", "packed_glu", "packed_glu_bwd", "packed_glu_bwd_", "qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_bwd", "rescale_", "rmsnorm", "rmsnorm_bwd", "rmsnorm_out", "rotary", "rotary_", "rotary_bwd", "sharded_cross_entropy_combine", "sharded_token_statistics_combine", "soft_cross_entropy", "soft_cross_entropy_bwd", "soft_cross_entropy_bwd_", "softmax", "softmax_bwd", "token_statistics", "token_statistics_bwd", "token_statistics_bwd_", "token_statistics_out")
 
 
 def softmax(x: Any, algorithm: int = 0, batch_invariant: bool = False) -> Any:
@@ -200,6 +200,11 @@ def token_statistics(logits: Any, index: Any, row_mask: Any = None, ignore_index
     return call("token_statistics", locals())
 
 
+def token_statistics_out(logits: Any, index: Any, row_mask: Any = None, log_prob: Any = None, entropy: Any = None, log_sum_sq_probs: Any = None, mean_logit: Any = None, is_top1: Any = None, predicted: Any = None, state: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, first: int = 0, classes: int = -1) -> Any:
+    """gander_token_statistics_forward: returns nothing."""
+    return call("token_statistics_out", locals())
+
+
 def token_statistics_bwd(logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns dlogits."""
     return call("token_statistics_bwd", locals())
@@ -213,6 +218,11 @@ def token_statistics_bwd_(logits: Any, index: Any, row_mask: Any, state: Any, dl
 def sharded_cross_entropy_combine(parts: Any, target: Any, max: Any, log_sum: Any, losses: Any = None, loss: Any = None, weights: Any = None, denominator: Any = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:
     """gander_sharded_cross_entropy_combine: returns nothing."""
     return call("sharded_cross_entropy_combine", locals())
+
+
+def sharded_token_statistics_combine(parts: Any, index: Any, row_mask: Any = None, log_prob: Any = None, entropy: Any = None, log_sum_sq_probs: Any = None, mean_logit: Any = None, is_top1: Any = None, predicted: Any = None, state: Any = None, local: Any = None, ignore_index: int = -100, first: int = 0, classes: int = -1, narrow: bool = False) -> Any:
+    """gander_sharded_token_statistics_combine: returns nothing."""
+    return call("sharded_token_statistics_combine", locals())
 
 
 def rescale_(x: Any, dloss: Any, upstream: Any = None) -> Any:

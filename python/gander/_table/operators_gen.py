@@ -33,6 +33,7 @@ LETTERS = {
     "2": Letter(0, 0, 2, 1, 0),
     "3": Letter(0, 0, 3, 1, 0),
     "4": Letter(0, 0, 4, 1, 0),
+    "8": Letter(0, 0, 8, 1, 0),
     "B": Letter(2147483647, 3, 0, 1, 0),
     "F": Letter(1, 0, 1, 2, 0),
     "H": Letter(2, 1, 0, 1, 0),
@@ -45,6 +46,8 @@ LETTERS = {
 FLAGS: dict[str, tuple[str, bool]] = {
     "weighted": ("weighted", True),
     "unweighted": ("weighted", False),
+    "narrow": ("narrow", True),
+    "full": ("narrow", False),
 }
 
 SHAPES = {
@@ -93,6 +96,10 @@ SHAPES = {
         "rows",
         (Form("R3N", False, "unweighted", ": three numbers of each of N rows for each of R slices"), Form("R4N", False, "weighted", ": four numbers of each of N rows for each of R slices"),),
     ),
+    "slice_statistics": ShapeRule(
+        "rows",
+        (Form("R8N", False, "full", ": eight numbers of each of N rows for each of R slices"), Form("R4N", False, "narrow", ": four numbers of each of N rows for each of R slices"),),
+    ),
     "half_rows": ShapeRule(
         "rows",
         (Form("LF", False, "", ": half of the columns of {x}"),),
@@ -121,6 +128,10 @@ SHAPES = {
     "row_states": ShapeRule(
         "contiguous",
         (Form("L3", False, "", ": three numbers for each row of {x}"),),
+    ),
+    "column_states": ShapeRule(
+        "contiguous",
+        (Form("N3", False, "", ": three numbers for each column of {x}"),),
     ),
 }
 
@@ -567,8 +578,10 @@ OPERATORS = {
             Option("softcap", "real", 0),
             Option("temperature", "real", 1),
             Option("batch_invariant", "flag", 0),
+            Option("first", "integer", 0),
+            Option("classes", "integer", -1),
         ),
-        fields=("allocator", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state", "ignore_index", "scale", "softcap", "temperature", "batch_invariant"),
+        fields=("allocator", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state", "ignore_index", "scale", "softcap", "temperature", "batch_invariant", "first", "classes"),
     ),
     "token_statistics_backward": Operator(
         owned="gander_token_statistics_grad",
@@ -611,6 +624,29 @@ OPERATORS = {
             Option("batch_invariant", "flag", 0),
         ),
         fields=("allocator", "losses", "loss", "weights", "denominator", "classes", "ignore_index", "mean", "weighted", "batch_invariant"),
+    ),
+    "sharded_token_statistics_combine": Operator(
+        owned="gander_sharded_token_statistics",
+        operands=(
+            Operand("parts", "slice_statistics", "wide"),
+            Operand("index", "columns", "index"),
+            Operand("row_mask", "columns", "row_mask", optional=True),
+            Operand("log_prob", "columns", "statistic", output=True, optional=True),
+            Operand("entropy", "columns", "statistic", output=True, optional=True),
+            Operand("log_sum_sq_probs", "columns", "statistic", output=True, optional=True),
+            Operand("mean_logit", "columns", "statistic", output=True, optional=True),
+            Operand("is_top1", "columns", "truth", output=True, optional=True),
+            Operand("predicted", "columns", "class", output=True, optional=True),
+            Operand("state", "column_states", "statistic", output=True, optional=True),
+            Operand("local", "columns", "class", output=True, optional=True),
+        ),
+        options=(
+            Option("ignore_index", "integer", -100),
+            Option("first", "integer", 0),
+            Option("classes", "integer", -1),
+            Option("narrow", "flag", 0),
+        ),
+        fields=("allocator", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state", "local", "ignore_index", "first", "classes", "narrow"),
     ),
     "rescale_gradient": Operator(
         owned="gander_rescale",
@@ -1390,10 +1426,36 @@ TORCH = {
             Argument("needs_state", "demand", type="flag"),
         ),
         results=("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state"),
-        fixed={"slice": 0},
+        fixed={"first": 0, "classes": -1, "slice": 0},
         on_demand=("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state"),
         backward="token_statistics_bwd",
         saved=(Saved("", "logits"), Saved("", "index"), Saved("", "row_mask"), Saved("state", ""),),
+    ),
+    "token_statistics_out": TorchOperator(
+        operator="token_statistics_forward",
+        schema="token_statistics_out(Tensor logits, Tensor index, Tensor? row_mask=None, Tensor(a!)? log_prob=None, Tensor(b!)? entropy=None, Tensor(c!)? log_sum_sq_probs=None, Tensor(d!)? mean_logit=None, Tensor(e!)? is_top1=None, Tensor(f!)? predicted=None, Tensor(g!)? state=None, int ignore_index=-100, float scale=1, float softcap=0, float temperature=1, bool batch_invariant=False, int first=0, int classes=-1) -> ()",
+        arguments=(
+            Argument("logits", "tensor"),
+            Argument("index", "tensor"),
+            Argument("row_mask", "tensor", optional=True),
+            Argument("log_prob", "tensor", optional=True),
+            Argument("entropy", "tensor", optional=True),
+            Argument("log_sum_sq_probs", "tensor", optional=True),
+            Argument("mean_logit", "tensor", optional=True),
+            Argument("is_top1", "tensor", optional=True),
+            Argument("predicted", "tensor", optional=True),
+            Argument("state", "tensor", optional=True),
+            Argument("ignore_index", "option", type="integer"),
+            Argument("scale", "option", type="real"),
+            Argument("softcap", "option", type="real"),
+            Argument("temperature", "option", type="real"),
+            Argument("batch_invariant", "option", type="flag"),
+            Argument("first", "option", type="integer"),
+            Argument("classes", "option", type="integer"),
+        ),
+        results=(),
+        fixed={"slice": 0},
+        writes={"log_prob": "log_prob", "entropy": "entropy", "log_sum_sq_probs": "log_sum_sq_probs", "mean_logit": "mean_logit", "is_top1": "is_top1", "predicted": "predicted", "state": "state"},
     ),
     "token_statistics_bwd": TorchOperator(
         operator="token_statistics_backward",
@@ -1413,6 +1475,7 @@ TORCH = {
             Argument("slice", "option", type="flag"),
         ),
         results=("dlogits",),
+        fixed={"first": 0, "classes": -1},
     ),
     "token_statistics_bwd_": TorchOperator(
         operator="token_statistics_backward",
@@ -1432,6 +1495,7 @@ TORCH = {
             Argument("slice", "option", type="flag"),
         ),
         results=(),
+        fixed={"first": 0, "classes": -1},
         writes={"logits": "dlogits"},
     ),
     "sharded_cross_entropy_combine": TorchOperator(
@@ -1454,6 +1518,29 @@ TORCH = {
         results=(),
         fixed={"batch_invariant": 0},
         writes={"max": "max", "log_sum": "log_sum", "losses": "losses", "loss": "loss", "weights": "weights", "denominator": "denominator"},
+    ),
+    "sharded_token_statistics_combine": TorchOperator(
+        operator="sharded_token_statistics_combine",
+        schema="sharded_token_statistics_combine(Tensor parts, Tensor index, Tensor? row_mask=None, Tensor(a!)? log_prob=None, Tensor(b!)? entropy=None, Tensor(c!)? log_sum_sq_probs=None, Tensor(d!)? mean_logit=None, Tensor(e!)? is_top1=None, Tensor(f!)? predicted=None, Tensor(g!)? state=None, Tensor(h!)? local=None, int ignore_index=-100, int first=0, int classes=-1, bool narrow=False) -> ()",
+        arguments=(
+            Argument("parts", "tensor"),
+            Argument("index", "tensor"),
+            Argument("row_mask", "tensor", optional=True),
+            Argument("log_prob", "tensor", optional=True),
+            Argument("entropy", "tensor", optional=True),
+            Argument("log_sum_sq_probs", "tensor", optional=True),
+            Argument("mean_logit", "tensor", optional=True),
+            Argument("is_top1", "tensor", optional=True),
+            Argument("predicted", "tensor", optional=True),
+            Argument("state", "tensor", optional=True),
+            Argument("local", "tensor", optional=True),
+            Argument("ignore_index", "option", type="integer"),
+            Argument("first", "option", type="integer"),
+            Argument("classes", "option", type="integer"),
+            Argument("narrow", "option", type="flag"),
+        ),
+        results=(),
+        writes={"log_prob": "log_prob", "entropy": "entropy", "log_sum_sq_probs": "log_sum_sq_probs", "mean_logit": "mean_logit", "is_top1": "is_top1", "predicted": "predicted", "state": "state", "local": "local"},
     ),
     "rescale_": TorchOperator(
         operator="rescale_gradient",

@@ -159,6 +159,10 @@ class Operators(Protocol):
         """gander_token_statistics_forward: returns log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state."""
         ...
 
+    def token_statistics_out(self, logits: Any, index: Any, row_mask: Any = None, log_prob: Any = None, entropy: Any = None, log_sum_sq_probs: Any = None, mean_logit: Any = None, is_top1: Any = None, predicted: Any = None, state: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, first: int = 0, classes: int = -1) -> Any:
+        """gander_token_statistics_forward: returns nothing."""
+        ...
+
     def token_statistics_bwd(self, logits: Any, index: Any, row_mask: Any, state: Any, dlog_prob: Any = None, dentropy: Any = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
         """gander_token_statistics_backward: returns dlogits."""
         ...
@@ -169,6 +173,10 @@ class Operators(Protocol):
 
     def sharded_cross_entropy_combine(self, parts: Any, target: Any, max: Any, log_sum: Any, losses: Any = None, loss: Any = None, weights: Any = None, denominator: Any = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:
         """gander_sharded_cross_entropy_combine: returns nothing."""
+        ...
+
+    def sharded_token_statistics_combine(self, parts: Any, index: Any, row_mask: Any = None, log_prob: Any = None, entropy: Any = None, log_sum_sq_probs: Any = None, mean_logit: Any = None, is_top1: Any = None, predicted: Any = None, state: Any = None, local: Any = None, ignore_index: int = -100, first: int = 0, classes: int = -1, narrow: bool = False) -> Any:
+        """gander_sharded_token_statistics_combine: returns nothing."""
         ...
 
     def rescale_(self, x: Any, dloss: Any, upstream: Any = None) -> Any:

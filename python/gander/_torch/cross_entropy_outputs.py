@@ -52,8 +52,6 @@ def _of_statistics(given):
         needs_state=True,
     )
     high, log_sum, _ = state.unbind(-1)
-    # Of a row of -inf alone, cross_entropy's log-sum-exp is -inf. One with a NaN too has no predicted class.
-    log_sum = torch.where((high == -torch.inf) & (predicted >= 0), high, log_sum)
     target = given["target"].long()
     column = target.clamp(0, x.shape[-1] - 1)
     own = torch.ones_like(log_prob) if given["weight"] is None else given["weight"][column].to(log_prob.dtype)

@@ -200,6 +200,11 @@ def token_statistics(logits: Tensor, index: Tensor, row_mask: Tensor | None = No
     return overloads["token_statistics"](logits, index, row_mask, ignore_index, scale, softcap, temperature, batch_invariant, inplace_backward, needs_log_prob, needs_entropy, needs_log_sum_sq_probs, needs_mean_logit, needs_is_top1, needs_predicted, needs_state)
 
 
+def token_statistics_out(logits: Tensor, index: Tensor, row_mask: Tensor | None = None, log_prob: Tensor | None = None, entropy: Tensor | None = None, log_sum_sq_probs: Tensor | None = None, mean_logit: Tensor | None = None, is_top1: Tensor | None = None, predicted: Tensor | None = None, state: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, first: int = 0, classes: int = -1) -> Any:
+    """gander_token_statistics_forward: returns nothing."""
+    return overloads["token_statistics_out"](logits, index, row_mask, log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state, ignore_index, scale, softcap, temperature, batch_invariant, first, classes)
+
+
 def token_statistics_bwd(logits: Tensor, index: Tensor, row_mask: Tensor | None, state: Tensor, dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, ignore_index: int = -100, scale: float = 1, softcap: float = 0, temperature: float = 1, batch_invariant: bool = False, slice: bool = False) -> Any:
     """gander_token_statistics_backward: returns dlogits."""
     return overloads["token_statistics_bwd"](logits, index, row_mask, state, dlog_prob, dentropy, ignore_index, scale, softcap, temperature, batch_invariant, slice)
@@ -213,6 +218,11 @@ def token_statistics_bwd_(logits: Tensor, index: Tensor, row_mask: Tensor | None
 def sharded_cross_entropy_combine(parts: Tensor, target: Tensor, max: Tensor, log_sum: Tensor, losses: Tensor | None = None, loss: Tensor | None = None, weights: Tensor | None = None, denominator: Tensor | None = None, classes: int = -1, ignore_index: int = -100, mean: bool = False, weighted: bool = False) -> Any:
     """gander_sharded_cross_entropy_combine: returns nothing."""
     return overloads["sharded_cross_entropy_combine"](parts, target, max, log_sum, losses, loss, weights, denominator, classes, ignore_index, mean, weighted)
+
+
+def sharded_token_statistics_combine(parts: Tensor, index: Tensor, row_mask: Tensor | None = None, log_prob: Tensor | None = None, entropy: Tensor | None = None, log_sum_sq_probs: Tensor | None = None, mean_logit: Tensor | None = None, is_top1: Tensor | None = None, predicted: Tensor | None = None, state: Tensor | None = None, local: Tensor | None = None, ignore_index: int = -100, first: int = 0, classes: int = -1, narrow: bool = False) -> Any:
+    """gander_sharded_token_statistics_combine: returns nothing."""
+    return overloads["sharded_token_statistics_combine"](parts, index, row_mask, log_prob, entropy, log_sum_sq_probs, mean_logit, is_top1, predicted, state, local, ignore_index, first, classes, narrow)
 
 
 def rescale_(x: Tensor, dloss: Tensor, upstream: Tensor | None = None) -> Any:

@@ -1,17 +1,9 @@
 """token_statistics of tokens that are divided among ranks, from arguments whose kinds have been checked.
 
-Each rank computes the statistics of its slice. It sends the numbers that the outputs need, at most seven of
-each row, and the hash of a plan (slice_plan.py). From these all ranks compute the statistics of whole rows,
-with torch's operators, and the state from which the operator computes the gradient of a slice.
-
-With the sums r, e and q of a slice (kernels/cpu/tokenstatistics.go), and d = top - m from its maximum to that
-of the row:
-
-    r of the row = sum exp(-d) (1 + r) - 1
-    e of the row = sum exp(-d) (e + d (1 + r))
-    q of the row = sum exp(-2 d) (1 + q) - 1
-
-The 1 is that of one of the slices with d = 0, which is left out instead of being subtracted.
+Each rank computes the statistics of its slice into what it sends: the numbers of each row that the outputs
+need, at most 32 bytes, and the hash of a plan (slice_plan.py). From these sharded_token_statistics_combine
+makes, on all ranks, the statistics of whole rows, and the state and the index from which the operator
+computes the gradient of a slice. gander.h has their order.
 """
 
 from typing import NamedTuple
@@ -37,23 +29,8 @@ from .tensors import check_targets, has_no_values
 _NAME = "token_statistics"
 STATISTICS = TORCH[_NAME].results[:-1]  # log_prob and entropy, which have gradients, come first
 _HEADS = 4  # statistics of floating-point numbers
-
-# The numbers of a row that a rank sends, and the statistics that need them. The first ones are the state.
-_NEEDED_BY = {
-    "max": {*STATISTICS} - {"mean_logit"},
-    "log_sum": {"log_prob", "entropy", "log_sum_sq_probs"},
-    "depth": {"entropy"},
-    "below": {"log_prob"},  # the logit at the index minus the maximum, or _ABSENT
-    "squares": {"log_sum_sq_probs"},  # log1p(q)
-    "mean": {"mean_logit"},  # the slice's share in the mean, which overflows later than a sum
-    "column": {"is_top1", "predicted"},  # the bits of an integer: the maximum's column among all tokens
-}
-_STATE = ("max", "log_sum", "depth")
-_ABSENT = 1.0  # no logit is above the maximum
-_INF, _NAN = float("inf"), float("nan")
-_OF_NO_TOKENS = {"max": -_INF, "log_sum": -_INF, "depth": 0, "below": _ABSENT, "squares": 0, "mean": 0}
-_OUTSIDE = -2  # the local index where no slice has the index
-_DEEPEST = 1e4  # exp(-d) is 0 for a larger d, and its product with an infinite d is not NaN
+_STATE = 3  # numbers of a row
+_LEFT_OUT = -3  # the local index of a row that is left out
 
 
 class _Plan(NamedTuple):
@@ -63,7 +40,6 @@ class _Plan(NamedTuple):
     first: int
     ignore_index: int
     outputs: frozenset[str]
-    numbers: tuple[str, ...]  # that a rank sends of each row
     text: str
     hash: int
     contradiction: str
@@ -79,11 +55,6 @@ def _plan_of(logits, index, row_mask, *given) -> _Plan:
 
 def _made(logits, index, row_mask, rank, sizes, ignore_index, outputs, options) -> _Plan:
     _check(logits, index, row_mask)
-    if outputs & _NEEDED_BY["column"] and sum(sizes) >= 2**31:
-        raise NotImplementedError(
-            f"sizes is {sizes}, expected fewer than 2^31 tokens in all with is_top1 or predicted; leave both "
-            "out of outputs"
-        )
     masked = "no row_mask" if row_mask is None else f"a row_mask of {row_mask.dtype}"
     text = (
         f"rows {tuple(index.shape)} of {logits.dtype}, an index of {index.dtype}, {masked}, ignore_index "
@@ -95,9 +66,7 @@ def _made(logits, index, row_mask, rank, sizes, ignore_index, outputs, options) 
     except RuntimeError as error:
         raise explained(error) from None
     first, number, contradiction = agreement("logits", logits, rank, sizes, text)
-    numbers = tuple(name for name, statistics in _NEEDED_BY.items() if statistics & outputs)
-    facts = text, number, contradiction, dict(options)
-    return _Plan(sizes, first, ignore_index, outputs, numbers, *facts)
+    return _Plan(sizes, first, ignore_index, outputs, text, number, contradiction, dict(options))
 
 
 def _check(logits, index, row_mask):
@@ -141,128 +110,85 @@ def of_mesh(logits, index, row_mask, mesh, dim, tokens, *given) -> tuple[Tensor,
 # ---- The statistics of a slice, and of whole rows ----
 
 
-def _counted(logits, index, row_mask, plan):
-    """The index, as the operators take it; the same counted from this slice, where -1 and the number of the
-    slice's tokens are other slices; and whether a row counts."""
-    index = index.long().contiguous()
-    kept = index != plan.ignore_index
-    if row_mask is not None:
-        kept &= row_mask != 0
-    return index, (index - plan.first).clamp_(-1, logits.shape[-1]), kept
+def _is_narrow(outputs):
+    return outputs <= {"log_prob", "entropy"}
 
 
-def _integers(numbers):
-    """The bits of numbers as integers."""
-    return numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
+def _each(outputs):
+    """How many numbers of a row a rank sends."""
+    return 4 if _is_narrow(outputs) else 8
 
 
-def _part_of(logits, index, local, kept, group, plan):
+def _places(part, shape):
+    """The places of what is sent, by the names that the operator has for its outputs. part: (numbers, rows).
+    shape: that of the rows."""
+    places = {"state": part[:_STATE].view(*shape, _STATE), "log_prob": part[_STATE]}
+    if len(part) > 4:
+        predicted = part[6:].view(-1).view(torch.int64)[: part.shape[1]]
+        places |= {"log_sum_sq_probs": part[4], "mean_logit": part[5], "predicted": predicted}
+    return places
+
+
+def _part_of(logits, index, row_mask, group, plan):
     """What the other ranks need of this one."""
     if _debug.is_enabled:
-        compare(
-            logits, index.masked_fill(~kept, plan.ignore_index), group, plan, ("logits", "index or row_mask")
-        )
+        kept = index if row_mask is None else index.masked_fill(row_mask == 0, plan.ignore_index)
+        compare(logits, kept, group, plan, ("logits", "index or row_mask"))
         if not plan.contradiction:
-            check_targets(sum(plan.sizes), index, plan.ignore_index, "index")
-    rows, each = index.numel(), len(plan.numbers)
-    mine = new_part(logits, each * rows)
-    write_hash(mine, each * rows, plan)
-    if not plan.contradiction:  # else all others see the hash, and read nothing else
-        part = mine[: each * rows].view(each, rows)
-        if logits.shape[-1]:
-            _write_part(part, logits, local, kept, plan)
-        else:
-            for name, numbers in zip(plan.numbers, part, strict=True):
-                if name == "column":
-                    _integers(numbers).fill_(torch.iinfo(_integers(numbers).dtype).max)
-                else:
-                    numbers.fill_(_OF_NO_TOKENS[name])
-        # NaN for all, so that a rank which does not leave the row out gets NaN.
-        part.masked_fill_(~kept.view(-1), _NAN)
+            check_targets(sum(plan.sizes), kept, plan.ignore_index, "index")
+    each, tokens = _each(plan.outputs), sum(plan.sizes)
+    numbers = each * index.numel()
+    mine = new_part(logits, numbers)
+    write_hash(mine, numbers, plan)
+    if plan.contradiction:  # all others see the hash, and read nothing else
+        return mine
+    part = mine[:numbers].view(each, index.numel())
+    if each == 8 and part.dtype == torch.float64:
+        part[7] = 0  # not used, but the same bits are sent on each run
+    places, first, options = _places(part, index.shape), plan.first, plan.options
+    is_empty = not logits.shape[-1]
+    if is_empty:  # see gander.h
+        logits, first, options = logits.new_full((*index.shape, 1), -torch.inf), tokens, {}
+    operators_gen.token_statistics_out(
+        logits,
+        index,
+        row_mask,
+        **places,
+        ignore_index=plan.ignore_index,
+        first=first,
+        classes=tokens,
+        **options,
+    )
+    if is_empty and each == 8:
+        places["mean_logit"].zero_()
     return mine
 
 
-def _write_part(part, logits, local, kept, plan):
-    """Fills part, (numbers, rows)."""
-    n, of = logits.shape[-1], dict(zip(plan.numbers, part, strict=True))
-    # The column of the maximum is -1 in a row with a NaN or +inf, and tells it from one of -inf alone.
-    asked = plan.outputs | ({"predicted"} if {"column", "log_sum"} & of.keys() else set())
-    wanted = {demand(name): name in asked for name in STATISTICS if name != "is_top1"}
-    results = operators_gen.token_statistics(logits, local, kept, **wanted, needs_state=True, **plan.options)
-    *found, state = (result.view(-1) for result in results)
-    found, state = dict(zip(STATISTICS, found, strict=True)), state.view(-1, len(_STATE))
-    count = len([name for name in _STATE if name in of])
-    part[:count] = state.T[:count]
-    if "log_sum" in of:
-        log_sum = state[:, 1]
-        nothing = (state[:, 0] == -_INF) & (found["predicted"] >= 0)  # it adds nothing to its row
-        of["log_sum"].masked_fill_(nothing, -_INF)
-    if "depth" in of:
-        of["depth"].masked_fill_(nothing, 0)
-    if "below" in of:
-        below = (found["log_prob"] + log_sum).clamp_(max=0).masked_fill_(nothing, -_INF)
-        local = local.view(-1)
-        of["below"].copy_(torch.where((local >= 0) & (local < n), below, _ABSENT))
-    if "squares" in of:
-        squares = found["log_sum_sq_probs"] + 2 * log_sum
-        of["squares"].copy_(squares.clamp_(min=0).masked_fill_(nothing, 0))
-    if "mean" in of:
-        of["mean"].copy_(found["mean_logit"] * (n / sum(plan.sizes)))
-    if "column" in of:
-        column = found["predicted"]
-        _integers(of["column"]).copy_(torch.where(column < 0, column, column + plan.first))
-
-
-def _merged(every, index, local, kept, plan):
+def _merged(every, index, row_mask, plan):
     """What all ranks have sent, as the statistics in the order of STATISTICS, their state, and the index for
     backward."""
     if plan.contradiction:
         raise ValueError(plan.contradiction)
-    rows = received(every, len(plan.numbers), index.numel(), plan).unbind(1)
-    of, found, state = dict(zip(plan.numbers, rows, strict=True)), {}, every.new_empty(0)
-    if "max" in of:
-        high = of["max"].amax(0)
-        has_max, distance = of["max"] == high, high - of["max"]
-    if "log_sum" in of:
-        deep = distance.clamp(max=_DEEPEST)
-        factor, ties, others = deep.neg().exp(), has_max.sum(0) - 1, of["log_sum"].expm1()
-        sums = factor * (1 + others)
-        others = torch.where(has_max, others, sums).sum(0) + ties
-        others.masked_fill_(high == -_INF, _NAN)
-        log_sum, depth = others.log1p(), torch.zeros_like(others)
-        if "depth" in of:
-            depth = (sums * (of["depth"] + deep)).sum(0) / (1 + others)
-            found["entropy"] = log_sum + depth
-        if "below" in of:
-            absent = of["below"] > 0
-            below = torch.where(absent, 0, of["below"] - distance).sum(0)
-            outside = absent.all(0)
-            found["log_prob"] = (below - log_sum).masked_fill_(outside, _NAN)
-            local = local.masked_fill(outside.view(local.shape), _OUTSIDE)
-        if "squares" in of:
-            squares = of["squares"].expm1()
-            squares = torch.where(has_max, squares, factor.square() * (1 + squares)).sum(0) + ties
-            found["log_sum_sq_probs"] = squares.log1p() - 2 * log_sum
-        state = torch.stack((high, log_sum, depth), -1).view(*index.shape, len(_STATE))
-    if "mean" in of:
-        found["mean_logit"] = of["mean"].sum(0)
-    if "column" in of:
-        columns = _integers(of["column"])
-        none = torch.iinfo(columns.dtype).max  # also where a rank's hash differs
-        column = torch.where(has_max | (columns < 0), columns, none).amin(0).long()
-        column.masked_fill_(column == none, -1)
-        found["is_top1"] = (column == index.view(-1)) & (column >= 0)
-        found["predicted"] = column
-    left_out = ~kept.view(-1)
-    for name, value in found.items():
-        value.masked_fill_(left_out, -1 if name == "predicted" else 0)
-    results = (
-        found[name].view(index.shape)
-        if name in plan.outputs
-        else every.new_empty(0, dtype=_dtype(name, every))
-        for name in STATISTICS
-    )
-    return *results, state, local
+    rows = index.numel()
+    found = {name: every.new_empty(index.shape, dtype=_dtype(name, every)) for name in plan.outputs}
+    state, local = every.new_empty(*index.shape, _STATE), torch.empty_like(index)
+    if rows:
+        operators_gen.sharded_token_statistics_combine(
+            received(every, _each(plan.outputs), rows, plan),
+            index.view(-1),
+            None if row_mask is None else row_mask.reshape(-1),
+            **{name: value.view(-1) for name, value in found.items()},
+            state=state.view(-1, _STATE),
+            local=local.view(-1),
+            ignore_index=plan.ignore_index,
+            first=plan.first,
+            classes=sum(plan.sizes),
+            narrow=_is_narrow(plan.outputs),
+        )
+    for name in STATISTICS:
+        if name not in found:
+            found[name] = every.new_empty(0, dtype=_dtype(name, every))
+    return *(found[name] for name in STATISTICS), state, local
 
 
 def _dtype(name, every):
@@ -271,17 +197,17 @@ def _dtype(name, every):
 
 
 def _forward(ctx, logits, index, row_mask, group, plan, inplace_backward):
-    index, local, kept = _counted(logits, index, row_mask, plan)
-    mine = _part_of(logits, index, local, kept, group, plan)
+    index = index.long().contiguous()
+    mine = _part_of(logits, index, row_mask, group, plan)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    *results, state, local = _merged(every, index, local, kept, plan)
-    _keep(ctx, logits, local, kept, state, plan.options, inplace_backward and logits.numel())
+    *results, state, local = _merged(every, index, row_mask, plan)
+    _keep(ctx, logits, local, state, plan.options, inplace_backward and logits.numel())
     return tuple(results)
 
 
-def _keep(ctx, logits, local, kept, state, options, inplace_backward=False):
-    ctx.save_for_backward(logits, local, kept, state)
+def _keep(ctx, logits, local, state, options, inplace_backward=False):
+    ctx.save_for_backward(logits, local, state)
     ctx.set_materialize_grads(False)
     ctx.options, ctx.inplace_backward = options, inplace_backward and may_write(logits)
 
@@ -290,15 +216,11 @@ def _gradient(ctx, dlog_prob, dentropy, *others):
     for name, value in zip(STATISTICS[2:_HEADS], others, strict=True):
         if value is not None and value.numel():
             dentropy = refuse_constant(_NAME, name, value, dentropy)
-    logits, local, kept, state = ctx.saved_tensors
+    logits, local, state = ctx.saved_tensors
     if not logits.shape[-1]:
         return torch.zeros_like(logits)
-    if not state.shape[-1]:  # mean_logit alone: what is left is 0 or NaN of each row
-        refused = dentropy.masked_fill(~kept, 0).to(logits.dtype)
-        return refused.unsqueeze(-1).expand_as(logits).contiguous()
-    if dlog_prob is not None:
-        dlog_prob = dlog_prob.masked_fill(local == _OUTSIDE, _NAN)
-    given, options = (logits, local, kept, state, dlog_prob, dentropy), {**ctx.options, "slice": True}
+    given, options = (logits, local, None, state, dlog_prob, dentropy), dict(ctx.options)
+    options |= {"ignore_index": _LEFT_OUT, "slice": True}
     upstream = [each for each in (dlog_prob, dentropy) if each is not None]
     if not ctx.inplace_backward or any(is_batched(each) or is_traced(each) for each in upstream):
         return operators_gen.token_statistics_bwd(*given, **options)
@@ -350,20 +272,18 @@ def _resolved(logits, index, row_mask, sizes, ignore_index, group, *more):
 
 def _part_kernel(logits, index, row_mask, *options):
     group, plan = _resolved(logits, index, row_mask, *options)
-    return _part_of(logits, *_counted(logits, index, row_mask, plan), group, plan)
+    return _part_of(logits, index.long().contiguous(), row_mask, group, plan)
 
 
 def _part_fake(logits, index, row_mask, sizes, ignore_index, group, *more):
     _check(logits, index, row_mask)
-    each = sum(1 for statistics in _NEEDED_BY.values() if statistics & _outputs(more))
-    return new_part(logits, each * index.numel())
+    return new_part(logits, _each(_outputs(more)) * index.numel())
 
 
 def _merged_kernel(logits, every, index, row_mask, *options):
     """The statistics, and what backward reads."""
     _, plan = _resolved(logits, index, row_mask, *options)
-    counted = _counted(logits, index, row_mask, plan)
-    return *_merged(every, *counted, plan), counted[-1]
+    return _merged(every, index.long().contiguous(), row_mask, plan)
 
 
 def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *more):
@@ -371,14 +291,12 @@ def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *mo
     results = (
         every.new_empty(shape if name in outputs else (0,), dtype=_dtype(name, every)) for name in STATISTICS
     )
-    state = (*shape, len(_STATE)) if outputs & _NEEDED_BY["log_sum"] else (0,)
-    rows = (every.new_empty(shape, dtype=dtype) for dtype in (torch.int64, torch.bool))
-    return *results, every.new_empty(state), *rows
+    return *results, every.new_empty(*shape, _STATE), every.new_empty(shape, dtype=torch.int64)
 
 
 def _keep_in_graph(ctx, given, results):
-    logits, *_, state, local, kept = given[0], *results
-    _keep(ctx, logits, local, kept, state, _options(given[7:]))
+    logits, *_, state, local = given[0], *results
+    _keep(ctx, logits, local, state, _options(given[7:]))
 
 
 def _refuse_batch(info, in_dims, *given):
@@ -397,7 +315,7 @@ _part_in_graph = define(
 )
 _merged_in_graph = define(
     f"token_statistics_of_parts(Tensor logits, Tensor every, {_OPTIONS}) -> "
-    f"({', '.join(f'Tensor {name}' for name in (*STATISTICS, 'state', 'local', 'kept'))})",
+    f"({', '.join(f'Tensor {name}' for name in (*STATISTICS, 'state', 'local'))})",
     _merged_kernel,
     _merged_fake,
     _keep_in_graph,
