@@ -35,7 +35,7 @@ from .._table import (
     upstream,
 )
 from . import fast, missing_gradients
-from .eager import are_apart, is_batched, is_eager, is_of_leaf, is_traced, may_write
+from .eager import are_apart, is_eager, is_of_leaf, is_plain, is_traced, may_write
 from .refusals import refuse_gradients, refuse_tangents
 from .registry import complete, overloads, registry, untraced
 
@@ -85,7 +85,7 @@ def _over_arguments(gradient_op: str):
 
     def call(*given):
         present = [given[at] for at in heads if given[at] is not None]
-        if not all(is_eager(head) and not is_batched(head) for head in present):
+        if not all(map(is_plain, present)):
             return fresh(*given)
         with no_grad():
             in_place(*given)
