@@ -154,6 +154,9 @@ func TestNoLongRows(t *testing.T) {
 	target := empty(t, dlpack.Int64, 0)
 	require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, o))
 	assert.True(t, math.IsNaN(values(t, loss)[0]))
+	require.NoError(t, loss.SetFloat64s([]float64{7}))
+	require.NoError(t, ops.SoftCrossEntropyForward{X: x, Target: x, Loss: loss, Reduction: ops.ReduceSum}.Run(nil))
+	assert.Zero(t, values(t, loss)[0])
 }
 
 // The number of threads does not change the bits. The operands are large enough for several threads.
