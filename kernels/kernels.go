@@ -119,6 +119,11 @@ func (c *CrossEntropy) HasOptions() bool {
 	return c.LabelSmoothing != 0 || c.ZLoss != 0 || c.Map != LogitMap{}
 }
 
+// HasTotal tells whether forward writes a number for all rows together, which it does without rows, too.
+func (c *CrossEntropy) HasTotal() bool {
+	return c.Reduction != ReduceNone || c.Denominator.Present()
+}
+
 // TokenStatistics is what one call of statistics of tokens' logits reads and writes, forward or backward. Of
 // the loss it uses X, Target, IgnoreIndex, Map, Max, LogSum, DX and Slice. Max, LogSum and Depth are a row's
 // state: its maximum, the logarithm of its sum of exp(x - max), and the mean of max - x under its

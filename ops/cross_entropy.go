@@ -15,8 +15,8 @@ import (
 type logSumExp struct{ Max, LogSum, Denominator kernels.Vector }
 
 func (a *crossEntropyForward) refuse(k *check) {
-	s := a.spec()
-	k.lossOptions(&s, a.Scale, a.Softcap, a.Temperature)
+	k.lossOptions(a.LabelSmoothing, a.ZLoss, a.Scale, a.Softcap, a.Temperature)
+	k.weightedMean(a.ZLoss, a.Weight, a.Reduction)
 	k.onePass(a.OnePass, a.Reduction)
 	if a.LSE.Denominator.Present() && a.Denominator.Present() {
 		k.fail(StatusOption, "denominator is given, and lse has room for it too, expected one of them; "+
@@ -26,26 +26,20 @@ func (a *crossEntropyForward) refuse(k *check) {
 }
 
 // lossOptions checks the options of a row's loss.
-func (k *check) lossOptions(s *kernels.CrossEntropy, scale, softcap, temperature float64) {
-	k.addedLosses(s)
+func (k *check) lossOptions(labelSmoothing, zLoss, scale, softcap, temperature float64) {
+	if !(0 <= labelSmoothing && labelSmoothing <= 1) {
+		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", labelSmoothing)
+	}
+	if !(0 <= zLoss && zLoss <= math.MaxFloat32) {
+		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", zLoss)
+	}
 	k.logitMap(scale, softcap, temperature)
-	if s.ZLoss != 0 && s.Weight.Present() && s.Reduction == kernels.ReduceMean {
-		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
-			"over weights, that of z-losses over rows; use reduction sum, or leave one of them out", s.ZLoss)
-	}
-	if s.Slice && s.LabelSmoothing != 0 {
-		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
-			"not known; leave one of them out", s.LabelSmoothing)
-	}
 }
 
-// addedLosses checks the options that add to a row's loss.
-func (k *check) addedLosses(s *kernels.CrossEntropy) {
-	if !(0 <= s.LabelSmoothing && s.LabelSmoothing <= 1) {
-		k.fail(StatusOption, "label_smoothing is %v, expected 0 to 1", s.LabelSmoothing)
-	}
-	if !(0 <= s.ZLoss && s.ZLoss <= math.MaxFloat32) {
-		k.fail(StatusOption, "z_loss is %v, expected a finite number of at least 0", s.ZLoss)
+func (k *check) weightedMean(zLoss float64, weight kernels.Vector, reduction kernels.Reduction) {
+	if zLoss != 0 && weight.Present() && reduction == kernels.ReduceMean {
+		k.fail(StatusUnsupported, "z_loss is %v with weight and reduction mean, expected 0: the mean of losses is "+
+			"over weights, that of z-losses over rows; use reduction sum, or leave one of them out", zLoss)
 	}
 }
 
@@ -95,22 +89,18 @@ func (a *crossEntropyForward) spec() kernels.CrossEntropy {
 }
 
 func (a *crossEntropyForward) host() error {
-	s := a.spec()
-	if s.X.Rows == 0 {
-		if !s.Loss.Present() && !s.Denominator.Present() {
-			return nil
-		}
-		s.X.Cols, s.DX.Cols = 0, 0 // a workspace has room for a row, however long
+	if s := a.spec(); s.X.Rows > 0 || s.HasTotal() {
+		return cpu.CrossEntropyForward(&s, workers())
 	}
-	return cpu.CrossEntropyForward(&s, workers())
+	return nil
 }
 
 func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	s := a.spec()
-	r := a.request()
-	if s.X.Rows == 0 && !r.total {
+	if s.X.Rows == 0 && !s.HasTotal() {
 		return nil
 	}
+	r := a.request(&s)
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
@@ -143,24 +133,26 @@ func (a *crossEntropyForward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args))
 }
 
-func (a *crossEntropyForward) request() request {
+func (a *crossEntropyForward) request(s *kernels.CrossEntropy) request {
 	r := request{
 		op: kernels.CrossEntropyForward, Choice: a.Choice, x: a.X.DType, layout: layoutOf(true, a.X),
-		total: a.Reduction != kernels.ReduceNone || a.Denominator.Present() || a.LSE.Denominator.Present(),
-		m:     a.X.Rows, n: a.X.Cols,
+		total: s.HasTotal(), m: a.X.Rows, n: a.X.Cols,
 	}
 	if a.DX.Data != nil {
 		r.op = kernels.CrossEntropyForwardDX
 		r.layout = layoutOf(true, a.X, a.DX)
 		r.onePass = a.OnePass && a.Reduction == kernels.ReduceMean
 	}
-	s := a.spec()
-	return r.general(&s)
+	return r.general(s)
 }
 
 func (a *crossEntropyBackward) refuse(k *check) {
-	s := a.spec()
-	k.lossOptions(&s, a.Scale, a.Softcap, a.Temperature)
+	k.lossOptions(a.LabelSmoothing, a.ZLoss, a.Scale, a.Softcap, a.Temperature)
+	k.weightedMean(a.ZLoss, a.Weight, a.Reduction)
+	if a.Slice && a.LabelSmoothing != 0 {
+		k.fail(StatusUnsupported, "label_smoothing is %v with slice, expected 0: the classes of other slices are "+
+			"not known; leave one of them out", a.LabelSmoothing)
+	}
 	k.onePass(a.OnePass, a.Reduction)
 	if a.OnePass && a.Slice {
 		k.fail(StatusOption, "slice is set with one_pass, whose dx forward has computed without it, expected "+
@@ -173,13 +165,12 @@ func (a *crossEntropyBackward) refuse(k *check) {
 	}
 }
 
-func (a *crossEntropyBackward) request() request {
+func (a *crossEntropyBackward) request(s *kernels.CrossEntropy) request {
 	r := request{
 		op: kernels.CrossEntropyBackward, Choice: a.Choice, x: a.X.DType, onePass: a.OnePass,
 		layout: layoutOf(true, a.X, a.DX), m: a.X.Rows, n: a.X.Cols,
 	}
-	s := a.spec()
-	return r.general(&s)
+	return r.general(s)
 }
 
 func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
@@ -199,10 +190,11 @@ func (a *crossEntropyBackward) spec() kernels.CrossEntropy {
 }
 
 func (a *crossEntropyBackward) host() error {
-	if s := a.spec(); s.X.Rows > 0 {
-		return cpu.CrossEntropyBackward(&s, workers())
+	if a.X.Rows == 0 {
+		return nil
 	}
-	return nil
+	s := a.spec()
+	return cpu.CrossEntropyBackward(&s, workers())
 }
 
 func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
@@ -210,7 +202,7 @@ func (a *crossEntropyBackward) cuda(c *Call, ordinal int32) error {
 	if s.X.Rows == 0 {
 		return nil
 	}
-	r := a.request()
+	r := a.request(&s)
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err

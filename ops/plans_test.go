@@ -63,6 +63,15 @@ func (c storedCase) String() string {
 	return text
 }
 
+// requestOf is the request of a call of cross-entropy.
+func requestOf(a interface {
+	spec() kernels.CrossEntropy
+	request(s *kernels.CrossEntropy) request
+}) request {
+	s := a.spec()
+	return a.request(&s)
+}
+
 // storedOperators makes the request of a call as the call itself does. The matrices have the case's layout.
 var storedOperators = map[string]func(c storedCase, first, second, out kernels.Matrix) request{
 	"softmax_forward": func(_ storedCase, first, _, out kernels.Matrix) request {
@@ -100,24 +109,22 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 		return a.request()
 	},
 	"cross_entropy_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {
-		return (&crossEntropyForward{X: first}).request()
+		return requestOf(&crossEntropyForward{X: first})
 	},
 	"cross_entropy_forward mean": func(_ storedCase, first, _, _ kernels.Matrix) request {
-		return (&crossEntropyForward{X: first, Reduction: kernels.ReduceMean}).request()
+		return requestOf(&crossEntropyForward{X: first, Reduction: kernels.ReduceMean})
 	},
 	"cross_entropy_forward_dx": func(_ storedCase, first, _, out kernels.Matrix) request {
-		return (&crossEntropyForward{X: first, DX: out}).request()
+		return requestOf(&crossEntropyForward{X: first, DX: out})
 	},
 	"cross_entropy_forward_dx one pass": func(_ storedCase, first, _, out kernels.Matrix) request {
-		a := crossEntropyForward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}
-		return a.request()
+		return requestOf(&crossEntropyForward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true})
 	},
 	"cross_entropy_backward": func(_ storedCase, first, _, out kernels.Matrix) request {
-		return (&crossEntropyBackward{X: first, DX: out}).request()
+		return requestOf(&crossEntropyBackward{X: first, DX: out})
 	},
 	"cross_entropy_backward one pass": func(_ storedCase, first, _, out kernels.Matrix) request {
-		a := crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true}
-		return a.request()
+		return requestOf(&crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true})
 	},
 	"layernorm_forward": func(_ storedCase, first, _, out kernels.Matrix) request {
 		n := (&layerNormForward{X: first, Y: out}).norm()

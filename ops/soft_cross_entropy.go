@@ -11,15 +11,8 @@ import (
 // Cross-entropy with class probabilities maps logits as cross-entropy does, and shares its options.
 
 func (a *softCrossEntropyForward) refuse(k *check) {
-	s := a.spec()
-	k.softLoss(&s, a.Scale, a.Softcap, a.Temperature)
-}
-
-// softLoss checks the options.
-func (k *check) softLoss(s *kernels.SoftCrossEntropy, scale, softcap, temperature float64) {
-	k.addedLosses(&s.CrossEntropy)
-	k.logitMap(scale, softcap, temperature)
-	k.divisor(s.Divisor, s.Reduction)
+	k.lossOptions(a.LabelSmoothing, a.ZLoss, a.Scale, a.Softcap, a.Temperature)
+	k.divisor(a.Divisor, a.Reduction)
 }
 
 func (a *softCrossEntropyForward) spec() kernels.SoftCrossEntropy {
@@ -36,22 +29,18 @@ func (a *softCrossEntropyForward) spec() kernels.SoftCrossEntropy {
 }
 
 func (a *softCrossEntropyForward) host() error {
-	s := a.spec()
-	if s.X.Rows == 0 {
-		if !s.Loss.Present() {
-			return nil
-		}
-		s.X.Cols, s.Probabilities.Cols = 0, 0 // a workspace has room for a row, however long
+	if s := a.spec(); s.X.Rows > 0 || s.HasTotal() {
+		return cpu.SoftCrossEntropyForward(&s, workers())
 	}
-	return cpu.SoftCrossEntropyForward(&s, workers())
+	return nil
 }
 
 func (a *softCrossEntropyForward) cuda(c *Call, ordinal int32) error {
 	s := a.spec()
-	r := a.request()
-	if s.X.Rows == 0 && !r.total {
+	if s.X.Rows == 0 && !s.HasTotal() {
 		return nil
 	}
+	r := a.request(&s)
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
@@ -59,7 +48,7 @@ func (a *softCrossEntropyForward) cuda(c *Call, ordinal int32) error {
 	defer k.finish()
 	args := k.softCrossEntropy(&s, &r)
 	switch {
-	case !r.total:
+	case !s.HasTotal():
 		args.Loss, args.LossStride = output(s.Loss.Data), s.Loss.Stride
 	case k.plan.singleCTATotal:
 		args.Total, args.SingleCTATotal = output(s.Loss.Data), 1
@@ -69,11 +58,10 @@ func (a *softCrossEntropyForward) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args))
 }
 
-func (a *softCrossEntropyForward) request() request {
+func (a *softCrossEntropyForward) request(s *kernels.SoftCrossEntropy) request {
 	r := request{
 		op: kernels.SoftCrossEntropyForward, Choice: a.Choice, x: a.X.DType,
-		layout: layoutOf(aligned(a.Weight), a.X, a.Target), total: a.Reduction != kernels.ReduceNone,
-		m: a.X.Rows, n: a.X.Cols,
+		layout: layoutOf(aligned(a.Weight), a.X, a.Target), total: s.HasTotal(), m: a.X.Rows, n: a.X.Cols,
 	}
 	if a.Target.DType != a.X.DType && a.X.Rows > 0 {
 		r.layout = policy.MixedTypes
@@ -82,8 +70,8 @@ func (a *softCrossEntropyForward) request() request {
 }
 
 func (a *softCrossEntropyBackward) refuse(k *check) {
-	s := a.spec()
-	k.softLoss(&s, a.Scale, a.Softcap, a.Temperature)
+	k.lossOptions(a.LabelSmoothing, a.ZLoss, a.Scale, a.Softcap, a.Temperature)
+	k.divisor(a.Divisor, a.Reduction)
 }
 
 func (a *softCrossEntropyBackward) spec() kernels.SoftCrossEntropy {

@@ -154,6 +154,10 @@ func TestNoLongRows(t *testing.T) {
 	target := empty(t, dlpack.Int64, 0)
 	require.NoError(t, crossEntropyForward(x, target, nil, loss, nil, nil, nil, o))
 	assert.True(t, math.IsNaN(values(t, loss)[0]))
+	require.NoError(t, loss.SetFloat64s([]float64{7}))
+	soft := ops.SoftCrossEntropyForward{X: x, Target: x, Loss: loss, Reduction: ops.ReduceSum}
+	require.NoError(t, soft.Run(nil))
+	assert.Zero(t, values(t, loss)[0])
 }
 
 // The number of threads does not change the bits. The operands are large enough for several threads.

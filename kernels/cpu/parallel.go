@@ -238,6 +238,9 @@ func (e *engine[T]) run(o *operands, m more, workers int, op op[T]) error {
 	}
 	c.operands, c.funcs, c.op, c.mayStart = *o, e.funcs, op, c.work >= startWork
 	c.rows, c.cols = int(o.x.Rows), int(o.x.Cols)
+	if c.rows == 0 && m.ce != nil {
+		c.cols = 0 // a loss writes its total alone, and needs no workspace for a row, however long
+	}
 	c.blocks = (c.cols + block - 1) / block
 	c.reuse, c.long, c.stream = c.cols <= o.reuseUpTo, c.cols > longRow, bytes >= streamBytes
 	op.plan(c, workers)

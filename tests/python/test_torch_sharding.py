@@ -111,6 +111,36 @@ def test_rotary(dim, each, mesh):
     assert forward == backward == 0
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])
+@pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
+@pytest.mark.parametrize("name", ["rotary", "qk_norm_rotary"])
+def test_loss_of_one_result(name, used, backend, mesh):
+    """A loss of q alone, or of k alone: what belongs to the other has no gradient, as without DTensor."""
+    heads = [torch.randn(4, 5, 8, N), torch.randn(4, 5, 4, N)]
+    weights = [] if name == "rotary" else [torch.rand(N), torch.rand(N)]
+    tables = torch.randn(2, 5, N // 2)
+
+    def gradients(loss, leaves, others):
+        return torch.autograd.grad(loss(*leaves, *others), leaves, allow_unused=True)
+
+    def loss(*given):
+        y = getattr(ops, name)(*given, needs_k_out=True)[used].square()
+        return (y.to_local() if isinstance(y, DTensor) else y).sum()
+
+    want = gradients(loss, [x.clone().requires_grad_() for x in heads + weights], tables)
+    assert [gradient is not None for gradient in want] == [used == i % 2 for i in range(len(want))]
+    leaves = [leaf(x, mesh, Shard(2)) for x in heads] + [leaf(x, mesh, Replicate()) for x in weights]
+    others = [place(table, mesh, Replicate()) for table in tables]
+    if backend:
+        loss = torch.compile(loss, backend=backend, fullgraph=True)
+    got = gradients(loss, leaves, others)
+    for x, gradient, expected in zip(leaves, got, want, strict=True):
+        if expected is None:
+            assert gradient is None
+        else:
+            check(gradient, expected, Shard(2) if x.ndim > 1 else Partial("sum"))
+
+
 @pytest.mark.parametrize(
     "dim, message", [(1, "because a position counts from the first token"), (3, "Shard of")]
 )

@@ -185,6 +185,19 @@ func versionScript(header string) string {
 	return t.String()
 }
 
+// libraryFunctions generates python/gander/_native/c/functions_gen.h: the operators' functions, for libraries
+// that look them up in libgander.
+func libraryFunctions() string {
+	var functions []string
+	for _, o := range all() {
+		functions = append(functions, "  F(gander_"+o.full()+")")
+	}
+	var t text
+	t.add("/* %s */", generated)
+	t.add("#define OPERATOR_FUNCTIONS(F) \\\n%s", strings.Join(functions, " \\\n"))
+	return t.String()
+}
+
 // cExports generates capi/exports_gen.c: the C functions, which refuse forked children and call Go.
 func cExports() string {
 	var t text

@@ -12,7 +12,6 @@ import (
 func jaxOperators() string {
 	var t text
 	t.add("/* %s */", generated)
-	libraryFunctions(&t)
 	for _, o := range all() {
 		jaxCall(&t, o)
 	}
@@ -48,16 +47,6 @@ func jaxOperators() string {
 	}
 	t.add("};")
 	return t.String()
-}
-
-// libraryFunctions writes the list of the operators' functions, and declares them.
-func libraryFunctions(t *text) {
-	var functions []string
-	for _, o := range all() {
-		functions = append(functions, "  F(gander_"+o.full()+")")
-	}
-	t.add("\n#define OPERATOR_FUNCTIONS(F) \\\n%s", strings.Join(functions, " \\\n"))
-	t.add("\nstatic struct {\n  LIBRARY_FUNCTIONS(DECLARE_LIBRARY)\n} lib;")
 }
 
 // jaxCall writes the function that fills in the options and calls the C ABI.

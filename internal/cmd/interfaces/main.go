@@ -45,21 +45,22 @@ func write(root string) error {
 		return err
 	}
 	files := map[string]string{
-		"internal/sizes/letters_gen.go":          goLetters(),
-		"kernels/operators_gen.go":               deviceOptions(),
-		"ops/operators_gen.go":                   goOperators(),
-		"capi/gander.h":                          cHeader,
-		"capi/exports_gen.c":                     cExports(),
-		"capi/exports_gen.go":                    goExports(),
-		"capi/exports_gen.map":                   versionScript(cHeader),
-		"python/gander/_table/operators_gen.py":  pythonTable,
-		"python/gander/_table/protocol_gen.py":   pythonProtocol(),
-		"python/gander/_arrays/operators_gen.py": pythonArrays(),
-		"python/gander/_torch/operators_gen.py":  pythonFunctions(),
-		"python/gander/_torch/c/operators_gen.h": torchOperators(),
-		"python/gander/jax/c/operators_gen.h":    jaxOperators(),
-		"tests/c/functions_gen.h":                testFunctions(),
-		"tests/c/layout_gen.h":                   testLayouts(),
+		"internal/sizes/letters_gen.go":           goLetters(),
+		"kernels/operators_gen.go":                deviceOptions(),
+		"ops/operators_gen.go":                    goOperators(),
+		"capi/gander.h":                           cHeader,
+		"capi/exports_gen.c":                      cExports(),
+		"capi/exports_gen.go":                     goExports(),
+		"capi/exports_gen.map":                    versionScript(cHeader),
+		"python/gander/_table/operators_gen.py":   pythonTable,
+		"python/gander/_table/protocol_gen.py":    pythonProtocol(),
+		"python/gander/_arrays/operators_gen.py":  pythonArrays(),
+		"python/gander/_native/c/functions_gen.h": libraryFunctions(),
+		"python/gander/_torch/operators_gen.py":   pythonFunctions(),
+		"python/gander/_torch/c/operators_gen.h":  torchOperators(),
+		"python/gander/jax/c/operators_gen.h":     jaxOperators(),
+		"tests/c/functions_gen.h":                 testFunctions(),
+		"tests/c/layout_gen.h":                    testLayouts(),
 	}
 	for path, text := range files {
 		data := []byte(text)

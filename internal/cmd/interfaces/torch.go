@@ -13,7 +13,6 @@ import (
 func torchOperators() string {
 	var t text
 	t.add("/* %s */", generated)
-	libraryFunctions(&t)
 	var list []string
 	for _, o := range all() {
 		for i := range o.Torch {

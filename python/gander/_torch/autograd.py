@@ -35,7 +35,7 @@ from .._table import (
     upstream,
 )
 from . import fast, missing_gradients
-from .eager import are_apart, is_batched, is_eager, is_of_leaf, is_traced, may_write
+from .eager import are_apart, is_eager, is_of_leaf, is_plain, is_traced, may_write
 from .refusals import refuse_gradients, refuse_tangents
 from .registry import complete, overloads, registry, untraced
 
@@ -85,7 +85,7 @@ def _over_arguments(gradient_op: str):
 
     def call(*given):
         present = [given[at] for at in heads if given[at] is not None]
-        if not all(is_eager(head) and not is_batched(head) for head in present):
+        if not all(map(is_plain, present)):
             return fresh(*given)
         with no_grad():
             in_place(*given)
@@ -165,7 +165,8 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
                 gradients[last] = refuse_constant(name, result, gradients[index], gradients[last])
         needs = ctx.needs_input_grad
         for index, (places, asked) in partners.items():
-            if not (ctx.options[asked] and any(needs[place] for place in places)):
+            wanted = gradients[index] is not None and ctx.options[asked]
+            if not (wanted and any(needs[place] for place in places)):
                 needs = tuple(need and place not in places for place, need in enumerate(needs))
                 gradients = (*gradients[:index], None, *gradients[index + 1 :])
         key = needs, ctx.dtypes if typed else None
@@ -187,13 +188,12 @@ def backward(name: str, inputs: list[str], in_place: bool = False):
             returned[place] = answer if single else answer[index]
         return tuple(returned)
 
-    return backward
+    return missing_gradients.of_each(name, inputs, backward)
 
 
 def forward(name: str):
     """forward() of an operator's autograd.Function. Its apply takes a keyset and the operator's arguments."""
     overload, results, names, saved = overloads[name], TORCH[name].results, arguments(name), TORCH[name].saved
-    made = missing_gradients.are_made(name)
     first_option, typed = len(tensors(name)), differentiable(name) if takes_dtypes(name) else ()
     # What backward needs: the argument that asks for it, and the one with which it is needed, or "".
     demands = [
@@ -214,7 +214,7 @@ def forward(name: str):
                 for result, argument in saved
             )
         )
-        ctx.set_materialize_grads(made)
+        ctx.set_materialize_grads(False)
         ctx.options = given[first_option:]
         if typed:
             ctx.dtypes = tuple(None if values[of] is None else values[of].dtype for of in typed)

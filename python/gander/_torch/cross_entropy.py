@@ -15,7 +15,7 @@ from .._table import MEAN, NONE, TORCH, arguments, tensors
 from . import inductor, operators_gen
 from .autograd import apply_in_place, apply_with, call_below_autograd, once_differentiable
 from .dtensor import rows_are_sharded
-from .eager import is_batched, is_eager, is_traced, may_write
+from .eager import is_eager, is_plain, may_write
 from .registry import overloads
 
 # CUDA logits of this many elements or more are read in one pass for the loss and its gradient. Fewer logits
@@ -85,7 +85,7 @@ def kept(ctx, dloss):
 def gradient(ctx, given):
     """dx, from the arguments of cross_entropy_bwd."""
     x, dloss = given["x"], given["dloss"]
-    if not ctx.inplace_backward or is_traced(dloss) or is_batched(dloss):
+    if not (ctx.inplace_backward and is_plain(dloss)):
         return operators_gen.cross_entropy_bwd(**given)
     with no_grad():
         operators_gen.cross_entropy_bwd_(**given)
@@ -116,7 +116,7 @@ def _gradient_one_pass(ctx, dloss):
     Writing it does not increment its version, because autograd would then refuse a later backward pass.
     """
     given = kept(ctx, dloss)
-    if is_traced(dloss) or is_batched(dloss):
+    if not is_plain(dloss):
         del given["upstream"], given["dx"]
         given["lse"] = _logarithms(given["lse"])
         return operators_gen.cross_entropy_bwd(**given)

@@ -39,6 +39,12 @@ def is_traced(dloss):
     return is_compiling() or not (is_batched(dloss) or is_eager(dloss))
 
 
+def is_plain(upstream):
+    """Whether an upstream gradient is neither traced nor batched. Then one tensor holds the gradients that
+    backward computes from it, and backward may write them over what was saved."""
+    return is_eager(upstream) and not is_batched(upstream)
+
+
 def may_write(x):
     """Whether backward may write over x. Autograd has to notice that a saved tensor is overwritten, which it
     does not where hooks pack and unpack it. And no elements may share memory, as an expanded x's do."""

@@ -19,7 +19,7 @@ from . import operators_gen
 from .autograd import apply_with, refuse_constant
 from .cross_entropy import is_first_backward
 from .dtensor import is_dtensor
-from .eager import is_batched, is_traced
+from .eager import is_plain
 from .graph_operators import define
 from .linear_chunks import Sum, new_gradient, once
 from .linear_operands import autocast, check_dtype, check_operands
@@ -206,8 +206,7 @@ def _gradient(ctx, *upstream, eager=False):
             gradients = _scaled(made, dlog_prob, dentropy, x.dtype), None, None
             return once(gradients, needs, sources, given[0])
         compute = _gradients
-        is_eager = eager and not any(is_traced(value) or is_batched(value) for value in given)
-        if is_eager and logits.numel() and is_first_backward(ctx):
+        if eager and logits.numel() and all(map(is_plain, given)) and is_first_backward(ctx):
             compute = partial(_differentiate, over=True)
             logits = logits.data  # whose version autograd does not compare in a later backward pass
         elif getattr(ctx, "returned", False):  # a backward pass has written over the logits

@@ -17,7 +17,7 @@ from .. import _debug
 from .._table import TORCH, demand
 from . import operators_gen
 from .autograd import apply_with, once_differentiable, refuse_constant
-from .eager import is_batched, is_traced, may_write
+from .eager import is_plain, may_write
 from .fakes import check_inputs
 from .graph_operators import define
 from .kernels import explained
@@ -222,7 +222,7 @@ def _gradient(ctx, dlog_prob, dentropy, *others):
     given, options = (logits, local, None, state, dlog_prob, dentropy), dict(ctx.options)
     options |= {"ignore_index": _LEFT_OUT, "slice": True}
     upstream = [each for each in (dlog_prob, dentropy) if each is not None]
-    if not ctx.inplace_backward or any(is_batched(each) or is_traced(each) for each in upstream):
+    if not (ctx.inplace_backward and all(map(is_plain, upstream))):
         return operators_gen.token_statistics_bwd(*given, **options)
     with no_grad():
         operators_gen.token_statistics_bwd_(*given, **options)

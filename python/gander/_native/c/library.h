@@ -1,6 +1,6 @@
 /* Opens libgander for a library that calls it in a framework's name: gander._torch's kernels, gander.jax's
- * handlers. Such a file lists the functions that it needs, LIBRARY_FUNCTIONS(F), declares them with
- * DECLARE_LIBRARY in a struct `lib`, and calls load_library. */
+ * handlers. Such a file lists the functions that it needs, LIBRARY_FUNCTIONS(F), of which the operators' are
+ * OPERATOR_FUNCTIONS(F). It declares them with DECLARE_LIBRARY in a struct `lib`, and calls load_library. */
 #ifndef GANDER_LIBRARY_H
 #define GANDER_LIBRARY_H
 
@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+#include "functions_gen.h"
 #include "gander.h"
 
 #define DECLARE_LIBRARY(name) __typeof__(&name) name;

@@ -82,6 +82,10 @@ static int32_t as_int32(Value value) {
 #define LIBRARY_FUNCTIONS(F) \
   F(gander_abi_version) \
   F(gander_last_error) F(gander_set_num_threads) F(gander_set_parallel_for) OPERATOR_FUNCTIONS(F)
+static struct {
+  LIBRARY_FUNCTIONS(DECLARE_LIBRARY)
+} lib;
+
 #define KERNEL(op, index) \
   static void kernel_##op(Value* stack, uint64_t inputs, uint64_t outputs) { \
     (void)inputs, (void)outputs; \

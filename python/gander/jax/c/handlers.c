@@ -53,6 +53,10 @@ typedef struct {
 } Call;
 
 #define LIBRARY_FUNCTIONS(F) F(gander_abi_version) F(gander_last_error) OPERATOR_FUNCTIONS(F)
+static struct {
+  LIBRARY_FUNCTIONS(DECLARE_LIBRARY)
+} lib;
+
 #define HANDLERS(name, index) \
   static Error* name##_cpu(Frame* frame) { return run(frame, &operators[index], false); } \
   static Error* name##_cuda(Frame* frame) { return run(frame, &operators[index], true); }
