@@ -5,6 +5,8 @@ from pathlib import Path
 
 import jax
 import pytest
+
+pytest.importorskip("torch", reason="gander_bench measures torch's operators too")
 import typer
 from gander_bench import jax_command, jax_programs, jax_timing, report, results
 from typer.testing import CliRunner
