@@ -642,14 +642,45 @@ check_hf() {
   GANDER_TEST_RL=$files OMP_NUM_THREADS=1 "$PYTHON" -m pytest tests/hf -n 2 --timeout 600
 }
 
-# gander.jax with jax, on two devices that are the CPU.
+# gander.jax with jax, on two devices that are the CPU: the oldest that it takes, which is the last for Python
+# 3.11, and the newest, in an environment of its own with Python 3.12 and without torch.
 check_jax() {
+  local newest=$STATE/jax python
   PYTHON=$VENV/bin/python
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     die "this is $("$PYTHON" --version), for which there is no jax that gander.jax takes: set GANDER_PYTHON" \
       "to Python 3.11 or newer"
   more_packages jax "jax"
   "$PYTHON" -m pytest tests/jax -n 2 --timeout 600
+  if ! python=$(python312); then
+    say "--- SKIP: tests/jax with the newest jax: no python3.12 with venv, on PATH or of pyenv" # for tally
+    return
+  fi
+  step "the newest jax into .build/jax" jax_venv "$newest" "$python"
+  "$newest/bin/python" -m pytest tests/jax -n 2 --timeout 600
+}
+
+# python312: prints a Python 3.12 that can make virtual environments, or fails. pyenv's python3.12 on PATH
+# runs only where it was chosen.
+python312() {
+  local python
+  for python in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python; do
+    if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+      printf '%s' "$python"
+      return
+    fi
+  done
+  return 1
+}
+
+# jax_venv FOLDER PYTHON: makes an environment with jax and pytest.
+jax_venv() {
+  local want
+  want=$(ls requirements-jax.txt | digest "$1" "$("$2" --version)")
+  [[ -f $1/digest && $(<"$1/digest") == "$want" ]] && return
+  GANDER_PYTHON=$2 make_venv "$1"
+  pip_install "$1/bin/python" -r requirements-jax.txt
+  printf '%s\n' "$want" >"$1/digest"
 }
 
 # Run operators on emulated devices: with clusters and without, and with too little shared memory for some

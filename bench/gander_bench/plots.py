@@ -26,6 +26,7 @@ _STYLES = {
     "liger": dict(color="tab:orange"),
     "liger-cutedsl": dict(color="tab:brown"),
     "cudnn": dict(color="tab:purple"),
+    "trl": dict(color="tab:olive"),
     "liger-linear": dict(color="tab:brown"),
     "gander-linear": dict(color="tab:pink", linewidth=2),
     "gander+liger": dict(color="tab:olive", linewidth=2),

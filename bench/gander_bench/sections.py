@@ -770,7 +770,7 @@ def measured(points: Iterable[Point]) -> list[dict]:
     """The records of points, which no file keeps."""
     records = []
     for point in points:
-        records.append(record(point.name, figures_of(point)))
+        records.append(record(point.name, figures_of(point), point.versions))
         forget()
     return records
 

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 import facts
+from marks import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = re.compile(r"(?P<start><!--= (?P<expression>.+?) -->)(?P<text>.*?)(?P<end><!--/-->)", re.DOTALL)
 _PAGES = ("README.md", "docs/**/*.md")
 
 

@@ -13,6 +13,7 @@ import fill
 import latex2mathml.converter
 import mkdocs.exceptions
 import mkdocs.utils
+from marks import MARK
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _NAME = re.compile(r"(?<![\w/.-])gander(?:\.[A-Za-z_]\w*)+")
@@ -27,7 +28,7 @@ _BUILT = ("gander.h", "gander.pc", "gander.Tensor")
 
 def on_page_markdown(markdown: str, **_) -> str:
     """Leaves out the marks, which would end up in headings and in the search."""
-    return fill.MARK.sub(r"\g<text>", markdown)
+    return MARK.sub(r"\g<text>", markdown)
 
 
 def on_page_content(content: str, page, **_) -> str:

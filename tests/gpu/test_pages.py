@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
-from test_docs import WITH_PYTHON, name_of, run
+from pages import WITH_PYTHON, name_of, run
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)

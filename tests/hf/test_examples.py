@@ -1,6 +1,7 @@
 """The examples with Hugging Face's packages. Each trains as it does without gander."""
 
 import ast
+import contextlib
 import json
 import os
 import runpy
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import gander.hf
+import gander.rl
 import pytest
 import torch
 
@@ -86,6 +88,31 @@ def test_it_trains_as_without_gander(name, monkeypatch, capsys):
         expected = run(name, patch)
     assert not calls
     assert_same_curve(found["losses"], expected["losses"])
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="gander.rl needs TRL 1.16, which is for Python 3.11 and newer"
+)
+def test_grpo_trains_as_without_gander(monkeypatch, capsys):
+    """The rewards are those of samples, so they are the same as long as rounding changes no sample."""
+    assert "\n    python grpo.py\n" in documentation("grpo")
+    calls, original = [], gander.linear_token_statistics
+
+    def counted(*args, **options):
+        calls.append(options)
+        return original(*args, **options)
+
+    monkeypatch.setattr(gander, "linear_token_statistics", counted)
+    found = run("grpo", monkeypatch)["rewards"]
+    assert len(calls) >= len(found) == 15 and "ChunkedLogProbFunction" in capsys.readouterr().out
+    calls.clear()
+    monkeypatch.setattr(gander.hf, "apply", lambda *args, **options: "without gander")
+    monkeypatch.setattr(gander.rl, "trl", contextlib.nullcontext)
+    expected = run("grpo", monkeypatch)["rewards"]
+    assert not calls and found[:5] == pytest.approx(expected[:5], rel=TOLERANCE)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+    with pytest.raises(SystemExit, match="wrong: the reward was "):
+        run("grpo", monkeypatch)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
-from test_docs import NEED_HF, name_of, run, snippets
+from pages import NEED_HF, name_of, run, snippets
 
 
 @pytest.mark.parametrize("page", NEED_HF, ids=name_of)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import jax
 import pytest
+
+pytest.importorskip("torch", reason="gander_bench measures torch's operators too")
 import typer
-from gander_bench import jax_command, jax_programs, jax_timing, report, results
+from gander_bench import jax_command, jax_points, jax_programs, jax_timing, report, results
 from typer.testing import CliRunner
 
 
@@ -116,3 +118,15 @@ def test_points_are_judged():
         ("cross_entropy_mean_gradient", 1.4),
         ("rmsnorm_forward", None),
     ]
+
+
+def test_a_fresh_process():
+    """What the notebook shows: records of a process that has JAX alone."""
+    ops = ["softmax_forward", "cross_entropy_mean_gradient"]
+    made = jax_points.in_a_fresh_process(ops, ["float32"], [(8, 64)], seconds=0)
+    assert [record["op"] for record in made] == ops
+    assert all(figures["us"] > 0 for record in made for figures in record["results"].values())
+    (table,) = report.jax_tables(made)
+    assert "gander.jax beside XLA, us, float32" in table.markdown() and len(table.rows) == 2
+    with pytest.raises(RuntimeError, match="KeyError: 'float8'"):
+        jax_points.in_a_fresh_process(ops, ["float8"], [(8, 64)], seconds=0)

@@ -14,8 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/python"))
-from test_docs import NEED_JAX, name_of, run  # noqa: E402
-from test_docstrings import sections  # noqa: E402
+from pages import NEED_JAX, name_of, run, sections  # noqa: E402
 from test_examples import NEED_JAX as EXAMPLES  # noqa: E402
 
 FUNCTIONS = [name for name in gander.jax.__all__ if callable(getattr(gander.jax, name))]

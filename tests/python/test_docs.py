@@ -7,56 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from pages import NEED_HF, PAGES, ROOT, WITH_PYTHON, name_of, run, snippets
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "internal/site"))
-import fill  # noqa: E402
+import fill
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# The marks' own snippets are run when they are filled in.
-FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "sh", "text", "console", "make"}
 TASKS = re.findall(r"^  ([a-z-]+) +\S", (ROOT / "build.sh").read_text(), re.MULTILINE)
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT))
-
-
-def snippets(page, *languages):
-    """(line, code) of each snippet that a person has written."""
-    # A mark keeps its lines, so that numbers of lines stay right.
-    text = fill.MARK.sub(lambda mark: "\n" * mark[0].count("\n"), page.read_text())
-    for found in FENCE.finditer(text):
-        if not languages or found["language"] in languages:
-            yield text[: found.start()].count("\n") + 1, found["language"], found["code"]
-
-
-def needs_hf(code):
-    """Or TRL, which gander.rl.trl changes."""
-    return re.search(r"^(from|import) transformers|\bgander\.rl\b|\bswap\b", code, re.MULTILINE) is not None
-
-
-def run(page, device, with_hf=False):
-    """Runs the Python snippets of a page, one after the other, with the same names; those that need
-    transformers or TRL only with_hf."""
-    names = {"__name__": "snippet"}
-    for line, _, code in snippets(page, "python"):
-        if needs_hf(code) and not with_hf:
-            continue
-        source = "\n" * line + (code if device == "cuda" else code.replace('"cuda"', f'"{device}"'))
-        exec(compile(source, name_of(page), "exec"), names)
-
-
-# The check `hf` runs these, where the packages are that they need. Of README.md this check runs the others.
-NEED_JAX = [ROOT / "docs/jax.md"]
-NEED_HF = [page for page in PAGES if any(needs_hf(code) for _, _, code in snippets(page, "python"))]
-ELSEWHERE = [ROOT / "docs/huggingface.md", *NEED_JAX]
-WITH_PYTHON = [page for page in PAGES if any(snippets(page, "python")) and page not in ELSEWHERE]
 
 
 def test_pages_are_found():

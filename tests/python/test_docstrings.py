@@ -10,6 +10,7 @@ import gander.nn
 import pytest
 import torch
 from gander.nn import functional
+from pages import sections
 
 PUBLIC = {
     **{f"gander.{name}": getattr(gander, name) for name in gander.__all__},
@@ -20,14 +21,6 @@ PUBLIC = {
     },
 }
 DOCUMENTED = {name: item for name, item in PUBLIC.items() if callable(item)}
-
-SECTION = re.compile(r"^(Args|Returns|Raises|Examples):$", re.MULTILINE)
-
-
-def sections(item):
-    """The text of each section of a docstring, and of what comes before them as ""."""
-    head, *rest = SECTION.split(inspect.getdoc(item))
-    return {"": head} | dict(zip(rest[::2], rest[1::2], strict=True))
 
 
 def test_everything_public_is_looked_at():

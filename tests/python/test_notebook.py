@@ -2,7 +2,7 @@
 checks a time."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -261,6 +261,22 @@ def test_costs_over_vocabulary_and_tokens(ran):
     (over_classes,) = under(ran, "Cross-entropy: time and memory")
     (over_tokens,) = under(ran, "... and over the length of the sequence")
     assert pictures(over_classes) == pictures(over_tokens) == 1
+
+
+def test_statistics_of_tokens(ran):
+    (cell,) = under(ran, "After pre-training")
+    assert pictures(cell) == 1 and "trl is left out: " in said(cell)
+
+
+def test_programs_of_jax(ran):
+    """Measured where jax is installed; elsewhere the cell says what is missing."""
+    (cell,) = under(ran, "Inside jax.jit")
+    if importlib.util.find_spec("jaxlib") is None:  # tests/jax is on the path
+        assert said(cell).startswith("Nothing is measured here: gander.jax needs jax, which is not installed")
+        return
+    programs = ["softmax forward", "RMSNorm forward", "cross-entropy mean + gradient"]
+    assert [row[0] for row in rows_of(cell)] == programs
+    assert all(float(time) > 0 for row in rows_of(cell) for time in row[2:4])
 
 
 def test_the_dip(ran):

@@ -7,6 +7,7 @@ import textwrap
 import gander
 import tolerance
 
+from . import ROOT
 from .tables import table_of
 
 PLACES = {  # of internal/policy's regimes: where a row lies, and who shares it
@@ -142,3 +143,8 @@ def torch_releases() -> str:
     from gander._torch import fast
 
     return ", ".join(fast.TESTED)
+
+
+def jax_releases() -> str:
+    """The releases of jax that the tests run with. gander.jax.CHECKED has them too, but needs jax."""
+    return " and ".join(re.findall(r"^jax==(\S+)", (ROOT / "requirements-jax.txt").read_text(), re.MULTILINE))
