@@ -25,6 +25,7 @@
   F(gander_token_statistics_forward) \
   F(gander_token_statistics_backward) \
   F(gander_sharded_cross_entropy_combine) \
+  F(gander_sharded_token_statistics_combine) \
   F(gander_rescale_gradient) \
   F(gander_logsumexp_forward) \
   F(gander_logsumexp_backward)

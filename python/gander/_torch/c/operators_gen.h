@@ -749,6 +749,33 @@ static int32_t call_token_statistics(Call* call, const Operand* o, const Value* 
       .softcap = as_double(a[5]),
       .temperature = as_double(a[6]),
       .batch_invariant = (a[7] & 1) != 0,
+      .first = 0,
+      .classes = -1,
+  };
+  return lib.gander_token_statistics_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
+static int32_t call_token_statistics_out(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_token_statistics_forward_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .row_mask = optional(&o[2]),
+      .log_prob = optional(&o[3]),
+      .entropy = optional(&o[4]),
+      .log_sum_sq_probs = optional(&o[5]),
+      .mean_logit = optional(&o[6]),
+      .is_top1 = optional(&o[7]),
+      .predicted = optional(&o[8]),
+      .state = optional(&o[9]),
+      .ignore_index = (int64_t)a[10],
+      .scale = as_double(a[11]),
+      .softcap = as_double(a[12]),
+      .temperature = as_double(a[13]),
+      .batch_invariant = (a[14] & 1) != 0,
+      .first = (int64_t)a[15],
+      .classes = (int64_t)a[16],
   };
   return lib.gander_token_statistics_forward(optional(&o[0]), optional(&o[1]), &options, call->stream);
 }
@@ -813,6 +840,30 @@ static int32_t call_sharded_cross_entropy_combine(Call* call, const Operand* o, 
       optional(&o[0]), optional(&o[1]), optional(&o[2]), optional(&o[3]), &options, call->stream);
 }
 
+static int32_t call_sharded_token_statistics_combine(Call* call, const Operand* o, const Value* a) {
+  (void)a;
+  gander_sharded_token_statistics_combine_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator(call),
+      .row_mask = optional(&o[2]),
+      .log_prob = optional(&o[3]),
+      .entropy = optional(&o[4]),
+      .log_sum_sq_probs = optional(&o[5]),
+      .mean_logit = optional(&o[6]),
+      .is_top1 = optional(&o[7]),
+      .predicted = optional(&o[8]),
+      .state = optional(&o[9]),
+      .local = optional(&o[10]),
+      .ignore_index = (int64_t)a[11],
+      .first = (int64_t)a[12],
+      .classes = (int64_t)a[13],
+      .narrow = (a[14] & 1) != 0,
+  };
+  return lib.gander_sharded_token_statistics_combine(
+      optional(&o[0]), optional(&o[1]), &options, call->stream);
+}
+
 static int32_t call_rescale_(Call* call, const Operand* o, const Value* a) {
   (void)a;
   gander_rescale_gradient_options options = {
@@ -854,6 +905,7 @@ static const Letter letters[] = {
     ['2'] = {0, 0, 2, 1, 0},
     ['3'] = {0, 0, 3, 1, 0},
     ['4'] = {0, 0, 4, 1, 0},
+    ['8'] = {0, 0, 8, 1, 0},
     ['B'] = {2147483647, 3, 0, 1, 0},
     ['F'] = {1, 0, 1, 2, 0},
     ['H'] = {2, 1, 0, 1, 0},
@@ -902,9 +954,11 @@ enum {
   OP_SOFT_CROSS_ENTROPY_BWD,
   OP_SOFT_CROSS_ENTROPY_BWD_,
   OP_TOKEN_STATISTICS,
+  OP_TOKEN_STATISTICS_OUT,
   OP_TOKEN_STATISTICS_BWD,
   OP_TOKEN_STATISTICS_BWD_,
   OP_SHARDED_CROSS_ENTROPY_COMBINE,
+  OP_SHARDED_TOKEN_STATISTICS_COMBINE,
   OP_RESCALE_,
   OP_LOGSUMEXP,
   OP_LOGSUMEXP_BWD,
@@ -1737,6 +1791,29 @@ static const Operator operators[] = {
         .saved = {{-1, 0}, {-1, 1}, {-1, 2}, {6, -1}},
     },
     {
+        .name = "token_statistics_out",
+        .operator = "token_statistics_forward",
+        .call = call_token_statistics_out,
+        .arguments = "TTOOOOOOOOifffbii",
+        .reduction = -1,
+        .operand_count = 10,
+        .operands = {
+            {"logits", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"index", REGULAR, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"row_mask", REGULAR, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_prob", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"entropy", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_sum_sq_probs", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mean_logit", CONTIGUOUS, {"L", "L"}, .statistic = true, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"is_top1", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLBool, 8, 1}, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"predicted", CONTIGUOUS, {"L", "L"}, .statistic = false, .dtype = {kDLInt, 64, 1}, .argument = 8, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"L3", "L3"}, .statistic = true, .argument = 9, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
         .name = "token_statistics_bwd",
         .operator = "token_statistics_backward",
         .call = call_token_statistics_bwd,
@@ -1793,6 +1870,30 @@ static const Operator operators[] = {
             {"loss", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"weights", CONTIGUOUS, {"N", "N"}, .statistic = true, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
             {"denominator", CONTIGUOUS, {"", ""}, .statistic = true, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+        },
+        .result_count = 0,
+        .fast = true,
+        .has_gradient = false,
+    },
+    {
+        .name = "sharded_token_statistics_combine",
+        .operator = "sharded_token_statistics_combine",
+        .call = call_sharded_token_statistics_combine,
+        .arguments = "TTOOOOOOOOOiiib",
+        .reduction = -1,
+        .operand_count = 11,
+        .operands = {
+            {"parts", IN_ROWS, {"", ""}, .statistic = false, .argument = 0, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"index", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 1, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = true, .demand = -1, .saved = false, .saved_with = -1},
+            {"row_mask", CONTIGUOUS, {"", ""}, .statistic = false, .argument = 2, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_prob", CONTIGUOUS, {"N", "N"}, .statistic = true, .argument = 3, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"entropy", CONTIGUOUS, {"N", "N"}, .statistic = true, .argument = 4, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"log_sum_sq_probs", CONTIGUOUS, {"N", "N"}, .statistic = true, .argument = 5, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"mean_logit", CONTIGUOUS, {"N", "N"}, .statistic = true, .argument = 6, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"is_top1", CONTIGUOUS, {"N", "N"}, .statistic = false, .dtype = {kDLBool, 8, 1}, .argument = 7, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"predicted", CONTIGUOUS, {"N", "N"}, .statistic = false, .dtype = {kDLInt, 64, 1}, .argument = 8, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"state", CONTIGUOUS, {"N3", "N3"}, .statistic = true, .argument = 9, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
+            {"local", CONTIGUOUS, {"N", "N"}, .statistic = false, .dtype = {kDLInt, 64, 1}, .argument = 10, .over = -1, .choice = -1, .like = -1, .fits = -1, .written = true, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
         .fast = true,
@@ -1892,9 +1993,11 @@ KERNEL(soft_cross_entropy, OP_SOFT_CROSS_ENTROPY)
 KERNEL(soft_cross_entropy_bwd, OP_SOFT_CROSS_ENTROPY_BWD)
 KERNEL(soft_cross_entropy_bwd_, OP_SOFT_CROSS_ENTROPY_BWD_)
 KERNEL(token_statistics, OP_TOKEN_STATISTICS)
+KERNEL(token_statistics_out, OP_TOKEN_STATISTICS_OUT)
 KERNEL(token_statistics_bwd, OP_TOKEN_STATISTICS_BWD)
 KERNEL(token_statistics_bwd_, OP_TOKEN_STATISTICS_BWD_)
 KERNEL(sharded_cross_entropy_combine, OP_SHARDED_CROSS_ENTROPY_COMBINE)
+KERNEL(sharded_token_statistics_combine, OP_SHARDED_TOKEN_STATISTICS_COMBINE)
 KERNEL(rescale_, OP_RESCALE_)
 KERNEL(logsumexp, OP_LOGSUMEXP)
 KERNEL(logsumexp_bwd, OP_LOGSUMEXP_BWD)
@@ -1938,9 +2041,11 @@ static const Kernel kernels[] = {
     kernel_soft_cross_entropy_bwd,
     kernel_soft_cross_entropy_bwd_,
     kernel_token_statistics,
+    kernel_token_statistics_out,
     kernel_token_statistics_bwd,
     kernel_token_statistics_bwd_,
     kernel_sharded_cross_entropy_combine,
+    kernel_sharded_token_statistics_combine,
     kernel_rescale_,
     kernel_logsumexp,
     kernel_logsumexp_bwd,

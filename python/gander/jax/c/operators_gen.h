@@ -396,6 +396,8 @@ static int32_t call_token_statistics_forward(
       .softcap = v[2].real,
       .temperature = v[3].real,
       .batch_invariant = v[4].integer,
+      .first = v[5].integer,
+      .classes = v[6].integer,
   };
   return lib.gander_token_statistics_forward(o[0], o[1], &options, stream);
 }
@@ -436,6 +438,29 @@ static int32_t call_sharded_cross_entropy_combine(
       .batch_invariant = v[4].integer,
   };
   return lib.gander_sharded_cross_entropy_combine(o[0], o[1], o[2], o[3], &options, stream);
+}
+
+static int32_t call_sharded_token_statistics_combine(
+    const DLTensor* const* o, const Value* v, const gander_allocator* allocator, void* stream) {
+  gander_sharded_token_statistics_combine_options options = {
+      .size = sizeof options,
+      .magic = GANDER_OPTIONS_MAGIC,
+      .allocator = allocator,
+      .row_mask = o[2],
+      .log_prob = o[3],
+      .entropy = o[4],
+      .log_sum_sq_probs = o[5],
+      .mean_logit = o[6],
+      .is_top1 = o[7],
+      .predicted = o[8],
+      .state = o[9],
+      .local = o[10],
+      .ignore_index = v[0].integer,
+      .first = v[1].integer,
+      .classes = v[2].integer,
+      .narrow = v[3].integer,
+  };
+  return lib.gander_sharded_token_statistics_combine(o[0], o[1], &options, stream);
 }
 
 static int32_t call_rescale_gradient(
@@ -654,8 +679,8 @@ static const Operator operators[] = {
         .call = call_token_statistics_forward,
         .operand_count = 10,
         .operands = {"logits", "index", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state"},
-        .option_count = 5,
-        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}},
+        .option_count = 7,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"scale", true, {.real = 1}}, {"softcap", true, {.real = 0}}, {"temperature", true, {.real = 1}}, {"batch_invariant", false, {.integer = 0}}, {"first", false, {.integer = 0}}, {"classes", false, {.integer = -1}}},
     },
     {
         .name = "token_statistics_backward",
@@ -672,6 +697,14 @@ static const Operator operators[] = {
         .operands = {"parts", "target", "max", "log_sum", "losses", "loss", "weights", "denominator"},
         .option_count = 5,
         .options = {{"classes", false, {.integer = -1}}, {"ignore_index", false, {.integer = -100}}, {"mean", false, {.integer = 0}}, {"weighted", false, {.integer = 0}}, {"batch_invariant", false, {.integer = 0}}},
+    },
+    {
+        .name = "sharded_token_statistics_combine",
+        .call = call_sharded_token_statistics_combine,
+        .operand_count = 11,
+        .operands = {"parts", "index", "row_mask", "log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "is_top1", "predicted", "state", "local"},
+        .option_count = 4,
+        .options = {{"ignore_index", false, {.integer = -100}}, {"first", false, {.integer = 0}}, {"classes", false, {.integer = -1}}, {"narrow", false, {.integer = 0}}},
     },
     {
         .name = "rescale_gradient",
@@ -724,9 +757,10 @@ HANDLERS(soft_cross_entropy_backward, 21)
 HANDLERS(token_statistics_forward, 22)
 HANDLERS(token_statistics_backward, 23)
 HANDLERS(sharded_cross_entropy_combine, 24)
-HANDLERS(rescale_gradient, 25)
-HANDLERS(logsumexp_forward, 26)
-HANDLERS(logsumexp_backward, 27)
+HANDLERS(sharded_token_statistics_combine, 25)
+HANDLERS(rescale_gradient, 26)
+HANDLERS(logsumexp_forward, 27)
+HANDLERS(logsumexp_backward, 28)
 
 static Handler* const handlers[][2] = {
     {softmax_forward_cpu, softmax_forward_cuda},
@@ -754,6 +788,7 @@ static Handler* const handlers[][2] = {
     {token_statistics_forward_cpu, token_statistics_forward_cuda},
     {token_statistics_backward_cpu, token_statistics_backward_cuda},
     {sharded_cross_entropy_combine_cpu, sharded_cross_entropy_combine_cuda},
+    {sharded_token_statistics_combine_cpu, sharded_token_statistics_combine_cuda},
     {rescale_gradient_cpu, rescale_gradient_cuda},
     {logsumexp_forward_cpu, logsumexp_forward_cuda},
     {logsumexp_backward_cpu, logsumexp_backward_cuda},
