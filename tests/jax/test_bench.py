@@ -128,5 +128,5 @@ def test_a_fresh_process():
     assert all(figures["us"] > 0 for record in made for figures in record["results"].values())
     (table,) = report.jax_tables(made)
     assert "gander.jax beside XLA, us, float32" in table.markdown() and len(table.rows) == 2
-    with pytest.raises(RuntimeError, match="KeyError: 'float8'"):
-        jax_points.in_a_fresh_process(ops, ["float8"], [(8, 64)], seconds=0)
+    with pytest.raises(RuntimeError, match="ValueError: not enough values to unpack"):
+        jax_points.in_a_fresh_process(ops, ["float32"], [(8,)], seconds=0)
