@@ -87,13 +87,16 @@ func combineTokens(a *kernels.ShardedTokenStatistics, row int64) {
 	if isUnknown {
 		high, others, q, mean, column = math.NaN(), math.NaN(), math.NaN(), math.NaN(), -1
 	}
-	whole := tokenSlice{max: high, logSum: math.Log1p(others), depth: e / (1 + others), mean: mean, predicted: column}
-	whole.logProb, whole.logSumSq = below-whole.logSum, math.Log1p(q)-2*whole.logSum
+	logSum := math.Log1p(others)
+	whole := tokenSlice{
+		max: high, logSum: logSum, depth: e / (1 + others), logProb: below - logSum,
+		logSumSq: math.Log1p(q) - 2*logSum, mean: mean, predicted: column,
+	}
 	local := max(index-a.First, -1)
 	if !isToken {
 		whole.logProb, local = math.NaN(), kernels.InNoSlice
 	}
-	writeTokens(a, int(row), whole, whole.logSum+whole.depth, column >= 0 && column == index, local)
+	writeTokens(a, int(row), whole, logSum+whole.depth, column >= 0 && column == index, local)
 }
 
 // writeTokens writes what is wanted of a row.

@@ -22,7 +22,7 @@
     int32_t (*call)(const arguments*); \
     /* A letter for each: m (M, N), b a mask of (M, N), n (N), r (M), s (M) or 1, t targets (M), u targets \
      * (N), 1 one element, q heads (M, 1, N), w a table (M, N / 2), i an index, c two of them, g (M, 3), o \
-     * bools (M), l int64 (M), - NULL. */ \
+     * bools (M), l int64 (M), P (8, N), G (N, 3), O bools (N), L int64 (N), - NULL. */ \
     const char* operands; \
     const char* places;       /* of operands, then of outputs: p a parameter, o in the option struct */ \
     int outputs;              /* 0 if tensors are borrowed */ \
@@ -70,7 +70,7 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
   static const size_t unset[64];
   int count = (int)strlen(f->operands), places = wrong == SLOT ? f->outputs : wrong < SLOT ? 1 : count;
   if (wrong == OPTION && !f->wrong_option) return 0;
-  if (wrong == NO_ROWS && strchr(f->operands, 'u')) return 0; /* m is three numbers of each row, not rows */
+  if (wrong == NO_ROWS && strchr(f->operands, 'u')) return 0; /* m and P are numbers of each row, not rows */
   if (at >= places || (wrong > SLOT && f->operands[at] == '-') || (wrong == VERSION && !f->outputs)) return 0;
   memset(c, 0, sizeof *c);
   for (int i = 0; i < count; ++i) {
@@ -90,13 +90,17 @@ static inline int prepare(call* c, const function* f, fault wrong, int at) {
       case 'i': fill_targets(b, 1); break;
       case 'c': fill_targets(b, 2); break;
       case '1': fill_vector(b, 1); break;
+      case 'P': fill(b)->shape[0] = 8; break;
       case 'g':
-        fill(b)->shape[1] = 3;
-        b->strides[0] = 3;
+      case 'G':
+        fill(b)->shape[0] = f->operands[i] == 'g' ? M : N;
+        b->shape[1] = b->strides[0] = 3;
         break;
       case 'l': fill_targets(b, M)->managed.dl_tensor.dtype.bits = 64; break;
+      case 'L': fill_targets(b, N)->managed.dl_tensor.dtype.bits = 64; break;
       case 'o':
-        fill_vector(b, M);
+      case 'O':
+        fill_vector(b, f->operands[i] == 'o' ? M : N);
         b->managed.dl_tensor.dtype = (DLDataType){kDLBool, 8, 1};
         break;
       default: continue;
@@ -146,8 +150,8 @@ static inline int must_fail(const function* f, fault wrong, int at) {
       for (const char* p = f->operands; *p; ++p) others += strchr("mhnu", *p) != NULL;
       return f->operands[at] != 'm' || others > 1;
     }
-    case ALIGNMENT: return f->operands[at] != 'o';
-    case LAYOUT: return strchr("mehbqw", f->operands[at]) != NULL;
+    case ALIGNMENT: return !strchr("oO", f->operands[at]);
+    case LAYOUT: return strchr("mehbqwP", f->operands[at]) != NULL;
     default: return 1;
   }
 }

@@ -94,7 +94,7 @@ enum { MALFORMATIONS = sizeof malformations / sizeof *malformations };
 /* Calls f with operand i, and j unless it is i, malformed. */
 static void call_malformed(const function* f, const void* options, int i, const malformation* a, int j,
                            const malformation* b) {
-  static float before[MOST_OPERANDS][M * N];
+  static float before[MOST_OPERANDS][8 * N];
   call c;
   CHECK(prepare(&c, f, NOTHING, 0));
   c.a.options = options;

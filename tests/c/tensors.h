@@ -26,10 +26,11 @@
 
 enum { M = 3, N = 4 };
 
-/* A float32 tensor of shape (M, N) with its memory, and a count of the calls of its deleter. */
+/* A float32 tensor of shape (M, N) with its memory, which has room for more, and a count of the calls of its
+ * deleter. */
 typedef struct {
   DLManagedTensorVersioned managed;
-  float data[M * N];
+  float data[8 * N];
   int64_t shape[3], strides[3];
   int deleted;
 } block;
@@ -38,7 +39,7 @@ static inline void delete_block(DLManagedTensorVersioned* m) { ++((block*)m->man
 
 static inline block* fill(block* b) {
   memset(b, 0, sizeof *b);
-  for (int i = 0; i < M * N; ++i) b->data[i] = (float)(i % N);
+  for (int i = 0; i < 8 * N; ++i) b->data[i] = (float)(i % N);
   b->shape[0] = M;
   b->shape[1] = N;
   b->strides[0] = N;

@@ -147,6 +147,14 @@ func letters(list, all []operators.Operand) string {
 			letter = 'c'
 		case p.Shape == operators.HalfRows:
 			letter = 'h'
+		case p.Shape == operators.SliceStatistics:
+			letter = 'P'
+		case p.Shape == operators.ColumnStates:
+			letter = 'G'
+		case sizes == "N" && p.DType == operators.Truth:
+			letter = 'O'
+		case sizes == "N" && p.DType == operators.Class:
+			letter = 'L'
 		case rule.Layout == operators.InRows && halved:
 			letter = 'e' // an even number of columns
 		case rule.Layout == operators.InRows:

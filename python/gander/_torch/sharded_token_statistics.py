@@ -30,7 +30,7 @@ _NAME = "token_statistics"
 STATISTICS = TORCH[_NAME].results[:-1]  # log_prob and entropy, which have gradients, come first
 _HEADS = 4  # statistics of floating-point numbers
 _STATE = 3  # numbers of a row
-_LEFT_OUT = -3  # the local index of a row that is left out
+_LEFT_OUT = -3  # the local index of a row that is left out, as in kernels.go
 
 
 class _Plan(NamedTuple):
@@ -135,7 +135,7 @@ def _part_of(logits, index, row_mask, group, plan):
         kept = index if row_mask is None else index.masked_fill(row_mask == 0, plan.ignore_index)
         compare(logits, kept, group, plan, ("logits", "index or row_mask"))
         if not plan.contradiction:
-            check_targets(sum(plan.sizes), kept, plan.ignore_index, "index")
+            check_targets(sum(plan.sizes), index, plan.ignore_index, "index")
     each, tokens = _each(plan.outputs), sum(plan.sizes)
     numbers = each * index.numel()
     mine = new_part(logits, numbers)
