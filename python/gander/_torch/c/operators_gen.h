@@ -1241,7 +1241,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {6, 7},
-        .fast = false,
+        .fast = true,
         .has_gradient = true,
         .differentiable = {true, true, false, false, false, false, false, false, false, false, false},
         .saved_count = 4,
@@ -1265,7 +1265,7 @@ static const Operator operators[] = {
             {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1287,7 +1287,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {6, 7},
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1311,7 +1311,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {8, 9},
-        .fast = false,
+        .fast = true,
         .has_gradient = true,
         .differentiable = {true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false},
         .saved_count = 8,
@@ -1337,7 +1337,7 @@ static const Operator operators[] = {
             {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1365,7 +1365,7 @@ static const Operator operators[] = {
         },
         .result_count = 4,
         .results = {10, 11, 12, 13},
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
