@@ -35,8 +35,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 fast = _fast._functions
-# Those of heads have none: autograd makes their missing gradients.
-ON_FAST_PATH = [name for name in ON_DEMAND if "rotary" not in name]
 pytestmark = pytest.mark.skipif(_fast._untested() is not None, reason=str(_fast._untested()))
 
 NAMES = ("softmax", "rmsnorm", "cross_entropy", "logsumexp")
@@ -96,8 +94,7 @@ def taken(name, *inputs):
 def test_fast_path_is_on():
     assert gander.info()["fast_path"] is True
     writing = {name for name, operator in TORCH.items() if operator.writes and operator.results}
-    of_heads = {name for name in TORCH if "rotary" in name}
-    assert set(fast) == set(TORCH) - writing - of_heads == _fast._checked
+    assert set(fast) == set(TORCH) - writing == _fast._checked
 
 
 def test_operators_that_write(data):
@@ -372,7 +369,7 @@ def test_taken_by_overloads(name, data, dispatched):
             overload(*given, **named)
 
 
-@pytest.mark.parametrize(("name", "asked"), every_demand(ON_FAST_PATH), ids=shown)
+@pytest.mark.parametrize(("name", "asked"), every_demand(ON_DEMAND), ids=shown)
 def test_results_that_are_not_asked_for(name, asked, data, dispatched):
     """They are None where gander calls, and tensors without elements where torch's overload is called."""
     given, options = calls_on_demand(*data)[name]

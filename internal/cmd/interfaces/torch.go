@@ -155,9 +155,7 @@ func torchDescription(t *text, o operator, op *operators.Torch) {
 	if len(results) > 0 {
 		t.add("        .results = {%s},", strings.Join(results, ", "))
 	}
-	// Autograd's nodes there make no missing gradients: see materializes in python/gander/_torch/autograd.py.
-	heads := operators.Shapes[o.Operands[0].Shape].Layout == operators.InHeads
-	t.add("        .fast = %t,", !heads && (len(op.Writes) == 0 || len(op.Results) == 0))
+	t.add("        .fast = %t,", len(op.Writes) == 0 || len(op.Results) == 0)
 	t.add("        .has_gradient = %t,", op.Backward != "")
 	if op.Backward != "" {
 		torchSaved(t, o, op, list)

@@ -29,7 +29,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _imports
-from .._table import TORCH, arguments, demand, differentiable, forms, operands, sizes, tensors, upstream
+from .._table import (
+    ANY,
+    SHAPES,
+    TORCH,
+    arguments,
+    demand,
+    differentiable,
+    forms,
+    operands,
+    sizes,
+    tensors,
+    upstream,
+)
 from . import operators_gen
 from .registry import by_name, defaults, overloads, untraced
 
@@ -248,12 +260,19 @@ def _tensor_offset():
 # ---- At the first call of an operator ----
 
 
+# Operands that an example goes without: a mean refuses a divisor, and no position may be beyond its tables.
+_LEFT_OUT = ("divisor", "offsets", "cu_seqlens")
+
+
 def _example(name):
-    """Arguments of a call on three rows of eight elements."""
+    """Arguments of a call on three rows of eight elements, or on three heads of each of three tokens."""
     options = by_name(name, (None,) * len(tensors(name)))
+    rank = SHAPES[next(iter(operands(name).values())).shape].rank
+    first = (3, 3, 8)[-max(rank, 2) :]
 
     def tensor(operand):
-        shape = torch.Size(sizes(forms(name, operand, options)[0].sizes, (3, 8)))
+        named = sizes(forms(name, operand, options)[0].sizes, first)
+        shape = torch.Size(3 if size is ANY else size for size in named)
         if operand.dtype == "index":
             return torch.arange(shape.numel(), device="cpu")
         if operand.dtype == "row_mask":
@@ -261,8 +280,7 @@ def _example(name):
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
     inputs = (
-        None if argument == "divisor" else tensor(operands(name)[argument])  # a mean refuses a divisor
-        for argument in tensors(name)
+        None if argument in _LEFT_OUT else tensor(operands(name)[argument]) for argument in tensors(name)
     )
     every = dict.fromkeys(map(demand, TORCH[name].on_demand), True)
     return tuple((by_name(name, tuple(inputs)) | every).values())

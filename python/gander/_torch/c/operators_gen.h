@@ -1295,7 +1295,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {6, 7},
-        .fast = false,
+        .fast = true,
         .has_gradient = true,
         .differentiable = {true, true, false, false, false, false, false, false, false, false, false},
         .saved_count = 4,
@@ -1319,7 +1319,7 @@ static const Operator operators[] = {
             {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1341,7 +1341,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {6, 7},
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1365,7 +1365,7 @@ static const Operator operators[] = {
         },
         .result_count = 2,
         .results = {8, 9},
-        .fast = false,
+        .fast = true,
         .has_gradient = true,
         .differentiable = {true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false},
         .saved_count = 8,
@@ -1391,7 +1391,7 @@ static const Operator operators[] = {
             {"k_out", IN_HEADS, {"R*N", "R*N"}, .statistic = false, .argument = -1, .over = 1, .choice = -1, .like = 0, .fits = 1, .written = false, .made = false, .index = false, .demand = -1, .saved = false, .saved_with = -1},
         },
         .result_count = 0,
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
@@ -1419,7 +1419,7 @@ static const Operator operators[] = {
         },
         .result_count = 4,
         .results = {10, 11, 12, 13},
-        .fast = false,
+        .fast = true,
         .has_gradient = false,
     },
     {
