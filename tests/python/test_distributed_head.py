@@ -433,28 +433,31 @@ def test_contradictions():
 def _compiled(classes, backend):
     """One all-gather in one graph."""
     x, weight, target, bias, weight_ce = example(classes)
-    variants = (
-        {},
-        {"chunk": 5, "reduction": "none", "label_smoothing": 0.1},
-        {"reduction": "sum", "divisor": 3.0, "upstream": 0.5, "softcap": 5.0},
-    )
-    for options in variants:
-        for w in (None,) if "label_smoothing" in options or backend == "inductor" else (None, weight_ce):
+    variants = [
+        (weight_ce, {}),
+        (None, {"chunk": 5, "reduction": "none", "label_smoothing": 0.1}),
+        (weight_ce, {"reduction": "sum", "divisor": 3.0, "upstream": 0.5, "softcap": 5.0}),
+        (None, {}),
+        (None, {"reduction": "sum", "divisor": 3.0, "upstream": 0.5, "softcap": 5.0}),
+    ]
+    # Options do not change what a graph consists of. A variant takes aot_eager and Inductor 20 s and more.
+    for w, options in variants[: {"eager": 5, "aot_eager": 3, "inductor": 2}[backend]]:
 
-            def loss(x, weight, bias, target, w=w, options=options):
-                return gander.linear_cross_entropy(x * 2, weight, target, bias, w, **options)
+        def loss(x, weight, bias, target, w=w, options=options):
+            return gander.linear_cross_entropy(x * 2, weight, target, bias, w, **options)
 
-            torch._dynamo.reset()
-            counter = CompileCounterWithBackend(backend)
-            compiled = torch.compile(loss, backend=counter, fullgraph=True)
-            results = []
-            for call in compiled, loss:
-                leaves = sharded(x, weight, bias)
-                value = call(*leaves, target)
-                value.sum().backward()
-                results.append((value.to_local().detach(), *(leaf.grad.full_tensor() for leaf in leaves)))
-            torch.testing.assert_close(*results)
-            assert counter.frame_count == 1
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(loss, backend=counter, fullgraph=True)
+        results = []
+        for call in compiled, loss:
+            leaves = sharded(x, weight, bias)
+            value = call(*leaves, target)
+            value.sum().backward()
+            results.append((value.to_local().detach(), *(leaf.grad.full_tensor() for leaf in leaves)))
+        torch.testing.assert_close(*results)
+        assert counter.frame_count == 1
+        if not options or backend == "eager":
             with torch.no_grad():
                 torch.testing.assert_close(compiled(*leaves, target).to_local(), results[0][0])
 
