@@ -29,7 +29,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _imports
-from .._table import TORCH, arguments, demand, differentiable, forms, operands, sizes, tensors, upstream
+from .._table import (
+    DTYPES,
+    TORCH,
+    arguments,
+    demand,
+    differentiable,
+    forms,
+    operands,
+    sizes,
+    tensors,
+    upstream,
+)
 from . import operators_gen
 from .registry import by_name, defaults, overloads, untraced
 
@@ -258,6 +269,8 @@ def _example(name):
             return torch.arange(shape.numel(), device="cpu")
         if operand.dtype == "row_mask":
             return torch.ones(shape, dtype=torch.bool, device="cpu")
+        if made := DTYPES[operand.dtype].made:
+            return torch.zeros(shape, dtype=getattr(torch, made), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
     inputs = (
