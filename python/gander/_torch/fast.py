@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from .. import _imports
 from .._table import (
     ANY,
+    DTYPES,
     SHAPES,
     TORCH,
     arguments,
@@ -277,6 +278,8 @@ def _example(name):
             return torch.arange(shape.numel(), device="cpu")
         if operand.dtype == "row_mask":
             return torch.ones(shape, dtype=torch.bool, device="cpu")
+        if made := DTYPES[operand.dtype].made:
+            return torch.zeros(shape, dtype=getattr(torch, made), device="cpu")
         return (torch.arange(shape.numel(), dtype=torch.float32, device="cpu") % 5 / 3 + 0.5).reshape(shape)
 
     inputs = (
