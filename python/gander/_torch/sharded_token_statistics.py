@@ -52,7 +52,7 @@ _STATE = ("max", "log_sum", "depth")
 _ABSENT = 1.0  # no logit is above the maximum
 _INF, _NAN = float("inf"), float("nan")
 _OF_NO_TOKENS = {"max": -_INF, "log_sum": -_INF, "depth": 0, "below": _ABSENT, "squares": 0, "mean": 0}
-_OUTSIDE = -2  # the local index where no slice has the index
+OUTSIDE = -2  # the local index where no slice has the index
 _DEEPEST = 1e4  # exp(-d) is 0 for a larger d, and its product with an infinite d is not NaN
 
 
@@ -70,7 +70,7 @@ class _Plan(NamedTuple):
     options: dict  # of the operators, without defaults
 
 
-def _plan_of(logits, index, row_mask, *given) -> _Plan:
+def plan_of(logits, index, row_mask, *given) -> _Plan:
     """Checks a rank's own arguments. given: the rank, the sizes, ignore_index, the outputs, and pairs of
     options and their values."""
     tensors = (None if t is None else (t.shape, t.dtype, t.device) for t in (logits, index, row_mask))
@@ -121,7 +121,7 @@ def of_slices(
     if has_no_values(logits):
         return _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, options)
     more = frozenset(outputs), tuple(options.items())
-    plan = _plan_of(logits, index, row_mask, group.rank(), tuple(sizes), ignore_index, *more)
+    plan = plan_of(logits, index, row_mask, group.rank(), tuple(sizes), ignore_index, *more)
     refuse_tangents((logits,))
     refuse_vmap({"logits": logits, "index": index, "row_mask": row_mask}, "")
     refuse_outer_gradients("distributed.token_statistics", logits)
@@ -141,7 +141,7 @@ def of_mesh(logits, index, row_mask, mesh, dim, tokens, *given) -> tuple[Tensor,
 # ---- The statistics of a slice, and of whole rows ----
 
 
-def _counted(logits, index, row_mask, plan):
+def counted(logits, index, row_mask, plan):
     """The index, as the operators take it; the same counted from this slice, where -1 and the number of the
     slice's tokens are other slices; and whether a row counts."""
     index = index.long().contiguous()
@@ -156,12 +156,15 @@ def _integers(numbers):
     return numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
 
 
-def _part_of(logits, index, local, kept, group, plan):
-    """What the other ranks need of this one."""
+def part_of(logits, index, local, kept, group, plan, chunks=None, name="logits"):
+    """What the other ranks need of this one.
+
+    chunks: pairs of rows, as a slice, and their logits, if those of all rows are not held. Then logits has
+    their shape alone. name: of the argument that has the tokens.
+    """
     if _debug.is_enabled:
-        compare(
-            logits, index.masked_fill(~kept, plan.ignore_index), group, plan, ("logits", "index or row_mask")
-        )
+        counts = index.masked_fill(~kept, plan.ignore_index)
+        compare(logits, counts, group, plan, (name, "index or row_mask"))
         if not plan.contradiction:
             check_targets(sum(plan.sizes), index, plan.ignore_index, "index")
     rows, each = index.numel(), len(plan.numbers)
@@ -169,17 +172,26 @@ def _part_of(logits, index, local, kept, group, plan):
     write_hash(mine, each * rows, plan)
     if not plan.contradiction:  # else all others see the hash, and read nothing else
         part = mine[: each * rows].view(each, rows)
-        if logits.shape[-1]:
-            _write_part(part, logits, local, kept, plan)
+        if chunks is None:
+            _fill(part, logits, local, kept, plan)
         else:
-            for name, numbers in zip(plan.numbers, part, strict=True):
-                if name == "column":
-                    _integers(numbers).fill_(torch.iinfo(_integers(numbers).dtype).max)
-                else:
-                    numbers.fill_(_OF_NO_TOKENS[name])
+            for of_chunk, held in chunks:
+                _fill(part[:, of_chunk], held, local[of_chunk], kept[of_chunk], plan)
         # NaN for all, so that a rank which does not leave the row out gets NaN.
         part.masked_fill_(~kept.view(-1), _NAN)
     return mine
+
+
+def _fill(part, logits, local, kept, plan):
+    """Fills part, (numbers, rows), also for a slice without tokens."""
+    if logits.shape[-1]:
+        _write_part(part, logits, local, kept, plan)
+        return
+    for name, numbers in zip(plan.numbers, part, strict=True):
+        if name == "column":
+            _integers(numbers).fill_(torch.iinfo(_integers(numbers).dtype).max)
+        else:
+            numbers.fill_(_OF_NO_TOKENS[name])
 
 
 def _write_part(part, logits, local, kept, plan):
@@ -213,7 +225,7 @@ def _write_part(part, logits, local, kept, plan):
         _integers(of["column"]).copy_(torch.where(column < 0, column, column + plan.first))
 
 
-def _merged(every, index, local, kept, plan):
+def merged(every, index, local, kept, plan):
     """What all ranks have sent, as the statistics in the order of STATISTICS, their state, and the index for
     backward."""
     if plan.contradiction:
@@ -238,7 +250,7 @@ def _merged(every, index, local, kept, plan):
             below = torch.where(absent, 0, of["below"] - distance).sum(0)
             outside = absent.all(0)
             found["log_prob"] = (below - log_sum).masked_fill_(outside, _NAN)
-            local = local.masked_fill(outside.view(local.shape), _OUTSIDE)
+            local = local.masked_fill(outside.view(local.shape), OUTSIDE)
         if "squares" in of:
             squares = of["squares"].expm1()
             squares = torch.where(has_max, squares, factor.square() * (1 + squares)).sum(0) + ties
@@ -265,17 +277,24 @@ def _merged(every, index, local, kept, plan):
     return *results, state, local
 
 
+def of_parts(logits, every, index, row_mask, plan):
+    """The statistics, and what backward reads: the state, the index counted from this slice, and which rows
+    count. Of the logits the shape is read."""
+    of_rows = counted(logits, index, row_mask, plan)
+    return *merged(every, *of_rows, plan), of_rows[-1]
+
+
 def _dtype(name, every):
     """The dtype of a statistic."""
     return {"is_top1": torch.bool, "predicted": torch.int64}.get(name, every.dtype)
 
 
 def _forward(ctx, logits, index, row_mask, group, plan, inplace_backward):
-    index, local, kept = _counted(logits, index, row_mask, plan)
-    mine = _part_of(logits, index, local, kept, group, plan)
+    index, local, kept = counted(logits, index, row_mask, plan)
+    mine = part_of(logits, index, local, kept, group, plan)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    *results, state, local = _merged(every, index, local, kept, plan)
+    *results, state, local = merged(every, index, local, kept, plan)
     _keep(ctx, logits, local, kept, state, plan.options, inplace_backward and logits.numel())
     return tuple(results)
 
@@ -297,7 +316,7 @@ def _gradient(ctx, dlog_prob, dentropy, *others):
         refused = dentropy.masked_fill(~kept, 0).to(logits.dtype)
         return refused.unsqueeze(-1).expand_as(logits).contiguous()
     if dlog_prob is not None:
-        dlog_prob = dlog_prob.masked_fill(local == _OUTSIDE, _NAN)
+        dlog_prob = dlog_prob.masked_fill(local == OUTSIDE, _NAN)
     given, options = (logits, local, kept, state, dlog_prob, dentropy), {**ctx.options, "slice": True}
     upstream = [each for each in (dlog_prob, dentropy) if each is not None]
     if not ctx.inplace_backward or any(is_batched(each) or is_traced(each) for each in upstream):
@@ -333,41 +352,39 @@ def _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, opti
 DEFAULTS = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
 
 
-def _outputs(more):
+def outputs_of(more):
     return frozenset(name for name, asked in zip(STATISTICS, more, strict=False) if asked)
 
 
-def _options(more):
+def options_of(more):
     given = zip(DEFAULTS, more[len(STATISTICS) :], strict=True)
     return {name: value for name, value in given if value != DEFAULTS[name]}
 
 
 def _resolved(logits, index, row_mask, sizes, ignore_index, group, *more):
-    group, options = dist.distributed_c10d._resolve_process_group(group), tuple(_options(more).items())
-    given = group.rank(), tuple(sizes), ignore_index, _outputs(more), options
-    return group, _plan_of(logits, index, row_mask, *given)
+    group, options = dist.distributed_c10d._resolve_process_group(group), tuple(options_of(more).items())
+    given = group.rank(), tuple(sizes), ignore_index, outputs_of(more), options
+    return group, plan_of(logits, index, row_mask, *given)
 
 
 def _part_kernel(logits, index, row_mask, *options):
     group, plan = _resolved(logits, index, row_mask, *options)
-    return _part_of(logits, *_counted(logits, index, row_mask, plan), group, plan)
+    return part_of(logits, *counted(logits, index, row_mask, plan), group, plan)
 
 
-def _part_fake(logits, index, row_mask, sizes, ignore_index, group, *more):
+def part_fake(logits, index, row_mask, sizes, ignore_index, group, *more):
     _check(logits, index, row_mask)
-    each = sum(1 for statistics in _NEEDED_BY.values() if statistics & _outputs(more))
+    each = sum(1 for statistics in _NEEDED_BY.values() if statistics & outputs_of(more))
     return new_part(logits, each * index.numel())
 
 
 def _merged_kernel(logits, every, index, row_mask, *options):
-    """The statistics, and what backward reads."""
     _, plan = _resolved(logits, index, row_mask, *options)
-    counted = _counted(logits, index, row_mask, plan)
-    return *_merged(every, *counted, plan), counted[-1]
+    return of_parts(logits, every, index, row_mask, plan)
 
 
-def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *more):
-    shape, outputs = index.shape, _outputs(more)
+def merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *more):
+    shape, outputs = index.shape, outputs_of(more)
     results = (
         every.new_empty(shape if name in outputs else (0,), dtype=_dtype(name, every)) for name in STATISTICS
     )
@@ -378,7 +395,7 @@ def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *mo
 
 def _keep_in_graph(ctx, given, results):
     logits, *_, state, local, kept = given[0], *results
-    _keep(ctx, logits, local, kept, state, _options(given[7:]))
+    _keep(ctx, logits, local, kept, state, options_of(given[7:]))
 
 
 def _refuse_batch(info, in_dims, *given):
@@ -386,20 +403,21 @@ def _refuse_batch(info, in_dims, *given):
 
 
 _NEEDS = ", ".join(f"bool {demand(name)}" for name in STATISTICS)
-_OPTIONS = "Tensor index, Tensor? row_mask, SymInt[] sizes, SymInt ignore_index, str group, "
-_OPTIONS += f"{_NEEDS}, float scale, float softcap, float temperature, bool batch_invariant"
+OPTIONS = f"SymInt[] sizes, SymInt ignore_index, str group, {_NEEDS}, "
+OPTIONS += "float scale, float softcap, float temperature, bool batch_invariant"
+_OPTIONS = f"Tensor index, Tensor? row_mask, {OPTIONS}"
 
 _part_in_graph = define(
     f"token_statistics_part(Tensor logits, {_OPTIONS}) -> Tensor",
     _part_kernel,
-    _part_fake,
+    part_fake,
     batched=_refuse_batch,
 )
 _merged_in_graph = define(
     f"token_statistics_of_parts(Tensor logits, Tensor every, {_OPTIONS}) -> "
     f"({', '.join(f'Tensor {name}' for name in (*STATISTICS, 'state', 'local', 'kept'))})",
     _merged_kernel,
-    _merged_fake,
+    merged_fake,
     _keep_in_graph,
     _gradient,
     batched=_refuse_batch,
