@@ -376,6 +376,31 @@ def test_sequences():
     on_all(2, _sequences)
 
 
+def _verl():
+    """What takes the place of verl's function, with sequences that Megatron gathers."""
+    from gander.rl._verl import _of_head
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    hidden, weight, index, _ = example((9, 9), (4, 3))
+    index[0, 1] = 17
+    rank, group = dist.get_rank(), dist.group.WORLD
+    part, head = leaf(hidden[2 * rank : 2 * rank + 2]), leaf(mine(weight, (9, 9)))
+    rows = all_gather_tensor_autograd(part, 0, group)
+    found = _of_head(None)(rows, head, index, 0.7, "none", group)
+    want, (dx, dw, _) = of_whole(hidden, weight, index, None, temperature=0.7)
+    weighted([value.view(4, 3) for value in found]).backward()
+    for value, other in zip(found, want, strict=True):
+        close(value, other.flatten(), torch.float32)
+    close(part.grad, dx[2 * rank : 2 * rank + 2], torch.float32)
+    close(head.grad, mine(dw, (9, 9)), torch.float32)
+    index[0, 1] = -100  # which verl does not leave out
+    assert _of_head(None)(rows, head, index, 0.7, "none", group)[0].isnan().nonzero().tolist() == [[1]]
+
+
+def test_verl():
+    on_all(2, _verl)
+
+
 # ---- Refusals ----
 
 
