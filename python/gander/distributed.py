@@ -1,16 +1,19 @@
 """Cross-entropy, and statistics, of logits whose classes are divided among the ranks of a torch.distributed
-group."""
+group, and statistics of a head whose classes are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._functions.arguments import code_of, loss_options, overridden
+from ._functions.arguments import FAILURES, code_of, loss_options, overridden
+from ._functions.linear_cross_entropy import check_chunks
+from ._functions.linear_token_statistics import KEPT
 from ._functions.named_tuples import check_outputs
 from ._functions.probabilities import refuse_probabilities
 from ._functions.token_statistics import STATISTICS, Statistic, TokenStatistics, named_statistics
@@ -23,7 +26,7 @@ from ._torch.slice_plan import chunks
 from ._torch.tensors import stands_for_tensor, unusable
 from ._words import check_flags
 
-__all__ = ["cross_entropy", "token_statistics"]
+__all__ = ["cross_entropy", "linear_token_statistics", "token_statistics"]
 
 
 def cross_entropy(
@@ -205,6 +208,122 @@ def token_statistics(
     return named_statistics(names, results)
 
 
+def linear_token_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    sizes: Sequence[int] | None = None,
+    classes: int | None = None,
+    allreduce_dgrad: bool = False,
+    temperature: float = 1,  # not 1.0: see cross_entropy
+    softcap: float | None = None,
+    scale: float = 1,
+    row_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    batch_invariant: bool = False,
+    keep: Literal["nothing", "logits"] = "nothing",
+    chunk: int | None = None,
+    outputs: Sequence[Statistic] = ("log_prob", "entropy"),
+) -> TokenStatistics:
+    """gander.linear_token_statistics of a weight of which each rank of a group holds a slice of the tokens.
+
+    The slices lie in the order of the group's ranks: those of Megatron's ColumnParallelLinear. The index
+    counts all tokens. All ranks have the same hidden states, and return the same statistics. A rank holds the
+    logits of its slice of a chunk of rows, or of a tile as large.
+
+    A call does one all-gather, as token_statistics does, for all rows: 16 bytes per row and rank for log_prob
+    and entropy. Backward computes the logits again without communication. The gradients of weight and bias
+    are those of this rank's slice. The gradient of hidden is this rank's part of a sum over all ranks. It is
+    added up once, either by allreduce_dgrad, or by what made hidden: the backward of Megatron's
+    copy_to_tensor_model_parallel_region does an all-reduce, that of gather_from_sequence_parallel_region,
+    which gathers sharded sequences before the call, a reduce-scatter. Sequences that are not gathered are
+    refused, because index has more rows than hidden.
+
+    What ranks have to agree on, what they see if they do not, and what a rank refuses, is as in
+    token_statistics, with allreduce_dgrad among the options. chunk and keep may differ. With allreduce_dgrad
+    all ranks have to differentiate hidden, or none. torch.compile(fullgraph=True) takes the call into its
+    graph. Transforms of torch.func are refused.
+
+    Args:
+        hidden: (..., K), the same on all ranks, as in gander.linear_token_statistics.
+        weight: (n, K), this rank's slice. One of another dtype is cast to hidden's. Without sizes and
+            classes, all ranks have the same n.
+        index: hidden.shape[:-1], as in token_statistics, the same on all ranks.
+        bias: (n) or None. One of another dtype is cast to hidden's.
+        group: A process group of torch.distributed, by default the whole world.
+        sizes: The n of each rank, for slices that differ in size. They may be 0.
+        classes: As in token_statistics.
+        allreduce_dgrad: Backward adds up the gradient of hidden over the ranks, by one all-reduce in hidden's
+            dtype. Megatron's linear layers have the same option. It has to be False where what made hidden
+            adds it up.
+        temperature: As in gander.token_statistics.
+        softcap: As in gander.token_statistics.
+        scale: As in gander.token_statistics.
+        row_mask: As in gander.token_statistics, the same on all ranks.
+        ignore_index: As in gander.token_statistics.
+        batch_invariant: As in gander.linear_token_statistics.
+        keep: As in gander.linear_token_statistics: "logits" keeps this rank's slice of them.
+        chunk: As in gander.linear_token_statistics.
+        outputs: The names of the statistics that are computed, the same on all ranks.
+
+    Returns:
+        What gander.token_statistics returns. predicted counts all tokens.
+
+    Raises:
+        TypeError: A dtype, or an argument of another type.
+        ValueError: A shape, sizes, an option, or the group.
+        NotImplementedError: A nested or a sparse tensor; a transform of torch.func; a gradient of another
+            statistic, as in token_statistics.
+        IndexError: An index, under set_debug(True).
+        RuntimeError: The device, the driver, or memory.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> hidden, head, index = torch.ones(1, 3), torch.zeros(4, 3), torch.tensor([2])
+        >>> gander.distributed.linear_token_statistics(hidden, head, index)
+        TokenStatistics(log_prob=tensor([-1.3863]), entropy=tensor([1.3863]))
+        >>> dist.destroy_process_group()
+    """
+    given = {"hidden": hidden, "weight": weight, "index": index, "bias": bias, "row_mask": row_mask}
+    if any(map(stands_for_tensor, given.values())):
+        handed: TokenStatistics = overridden(linear_token_statistics, locals())
+        return handed
+    names = check_outputs(outputs, STATISTICS)
+    check_chunks(chunk, None)
+    keeps = bool(code_of("keep", keep, KEPT))
+    check_flags(allreduce_dgrad=allreduce_dgrad, batch_invariant=batch_invariant)
+    options = loss_options(0.0, 0.0, scale, softcap, temperature)
+    optional = {"bias": given.pop("bias"), "row_mask": given.pop("row_mask")}
+    _check_tensors("linear_token_statistics", given, optional)
+    ignore_index = _ignore_index(ignore_index)
+    ranks = _process_group(group)
+    counts = _sizes(sizes, classes, weight, ranks.size(), 0)
+    try:
+        results = backend.linear_token_statistics(
+            hidden,
+            weight,
+            index,
+            bias,
+            row_mask,
+            ignore_index,
+            chunk,
+            keeps,
+            batch_invariant,
+            options,
+            names,
+            ranks,
+            counts,
+            allreduce_dgrad,
+        )
+    except FAILURES as error:
+        raise backend.explained(error, **given | optional) from None
+    return named_statistics(names, results)
+
+
 def _check_tensors(function, required, optional):
     """Refuses what is no plain tensor. The tensors are by argument; optional ones may be None."""
     for name, value in (required | optional).items():
@@ -254,8 +373,8 @@ def _process_group(group):
     return group
 
 
-def _sizes(sizes, classes, x, ranks):
-    """The number of classes of each rank, as this rank takes them."""
+def _sizes(sizes, classes, x, ranks, dim=-1):
+    """The number of classes of each rank, as this rank takes them. dim: that of the classes of x."""
     if sizes is not None and classes is not None:
         raise ValueError("sizes and classes are given, expected one of them: classes follow from sizes")
     if classes is not None:
@@ -264,7 +383,7 @@ def _sizes(sizes, classes, x, ranks):
             raise ValueError(f"classes is {classes}, expected 1 or more in all slices; skip the call")
         return chunks(classes, ranks)
     if sizes is None:
-        return [x.shape[-1] if x.ndim else 1] * ranks
+        return [x.shape[dim] if x.ndim else 1] * ranks
     expected = f"expected {ranks} integers, the number of classes of each rank of the group"
     if isinstance(sizes, (str, bytes, Tensor)) or not isinstance(sizes, Iterable):
         raise TypeError(f"sizes is {sizes!r}, {expected}")

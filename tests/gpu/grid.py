@@ -348,7 +348,7 @@ def check(op, cases, **options):
 
 def same_bits(a, b):
     """Equality of bits: NaN equals the same NaN, and 0 differs from -0."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return (
         a.dtype == b.dtype
         and a.shape == b.shape

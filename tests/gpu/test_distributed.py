@@ -86,13 +86,30 @@ for dtype, m, n in (torch.bfloat16, 512, 32000), (torch.float32, 7, 1001), (torc
     (dx,) = torch.autograd.grad(found[:2], of_slice, upstream)
     (expected,) = torch.autograd.grad(want[:2], logits, upstream)
     torch.testing.assert_close(dx, expected[:, cut])
+    hidden, head = (torch.randn(rows, 64).to(device, dtype) / 4 for rows in (m, n))
+    leaves = [t.clone().requires_grad_() for t in (hidden, head, hidden, head[cut])]
+    def of_head():
+        return gander.distributed.linear_token_statistics(
+            *leaves[2:], target, sizes=sizes, allreduce_dgrad=True, **options
+        )
+    # Products of slices may round to another element of 16 bits.
+    close = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 5e-2}
+    of_rows, want = of_head(), gander.linear_token_statistics(*leaves[:2], target, **options)
+    for value, expected in zip(of_rows[:4], want[:4], strict=True):
+        torch.testing.assert_close(value, expected, **close)
+    for of, with_head in (want, leaves[:2]), (of_rows, leaves[2:]):
+        torch.autograd.backward(of[:2], upstream, inputs=with_head)
+    torch.testing.assert_close(leaves[2].grad, leaves[0].grad, **close)
+    torch.testing.assert_close(leaves[3].grad, leaves[1].grad[cut], **close)
     with torch.no_grad():  # nothing waits for the device, so a graph can capture the calls
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured, of_tokens = call(), statistics()
+            captured, of_tokens, of_captured_rows = call(), statistics(), of_head()
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(captured, loss) and all(map(torch.equal, of_tokens, found))
+        for value, expected in zip(of_captured_rows[:4], of_rows[:4], strict=True):
+            torch.testing.assert_close(value, expected, **close)
         graph.reset()  # the group cannot be destroyed while a graph has its collectives
 dist.destroy_process_group()
 """

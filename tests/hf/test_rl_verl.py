@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import gander.distributed
 import gander.rl
 import pytest
 import torch
@@ -136,7 +137,7 @@ class Group:
 
 
 def test_what_stays_with_verl(calls, monkeypatch):
-    """A vocabulary that is divided among ranks, and a loss that is a sum or a mean."""
+    """A loss that is a sum or a mean."""
     kernel, asked = importlib.import_module(KERNEL), []
 
     def original(*given):
@@ -146,11 +147,29 @@ def test_what_stays_with_verl(calls, monkeypatch):
     monkeypatch.setattr(kernel, "linear_cross_entropy", original)
     arguments, divided = operands((21,)), Group(2)
     with gander.rl.verl():
-        kernel.linear_cross_entropy(*arguments, 1.0, "none", divided)
+        kernel.linear_cross_entropy(*arguments, 1.0, "mean", divided)
         kernel.linear_cross_entropy(*arguments, 1.0, "sum")
-        assert asked == [("none", divided), ("sum", None)] and not calls
+        assert asked == [("mean", divided), ("sum", None)] and not calls
         kernel.linear_cross_entropy(*arguments, 1.0, "none", Group(1))
         assert len(calls) == 1
+
+
+def test_a_divided_vocabulary(calls, monkeypatch):
+    """Backward of verl does no communication: what made the hidden states adds up their gradient."""
+    asked, divided = [], Group(2)
+
+    def of_ranks(*given, **options):
+        asked.append(options)
+        return given[:2]
+
+    monkeypatch.setattr(gander.distributed, "linear_token_statistics", of_ranks)
+    kernels = Path(FOLDER, *KERNEL.split(".")[:-1], "kernels.py").read_text()
+    backward = kernels[kernels.index("def efficient_entropy_backward(") :]
+    assert "all_reduce" in kernels and "all_reduce" not in backward
+    with gander.rl.verl():
+        function = importlib.import_module(KERNEL).linear_cross_entropy
+        function(*operands((21,)), 0.7, "none", divided)
+    assert asked == [{"group": divided, "temperature": 0.7, "ignore_index": -(2**63)}] and not calls
 
 
 def test_every_order(monkeypatch, calls):

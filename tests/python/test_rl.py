@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import gander
+import gander.distributed
 import gander.rl
 import pytest
 import torch
@@ -308,17 +309,34 @@ class Group:
         return self.ranks
 
 
-def test_a_divided_vocabulary_and_a_reduction_stay_with_verl(calls):
+def test_a_reduction_stays_with_verl(calls):
     given = operands()
     arguments = given["hidden"], given["weight"], given["index"], 1.0
     with gander.rl.verl():
         function = at(PLACES[verl_of_head])
-        for more in ("none", Group(2)), ("mean",):
+        for more in ("mean",), ("sum", Group(2)):
             with pytest.raises(AssertionError):  # of the stand-in
                 function(*arguments, *more)
         assert not calls
         function(*arguments, "none", Group(1))
     assert len(calls) == 1
+
+
+def test_a_divided_vocabulary_of_verl(calls, monkeypatch):
+    """test_distributed_head_statistics.py has process groups."""
+    asked, group, given = [], Group(2), operands()
+
+    def of_ranks(hidden, weight, labels, **options):
+        asked.append(options)
+        return hidden[:, 0], labels
+
+    monkeypatch.setattr(gander.distributed, "linear_token_statistics", of_ranks)
+    with gander.rl.verl():
+        function = at(PLACES[verl_of_head])
+        found = function(given["hidden"], given["weight"], given["index"], 0.7, "none", group)
+    assert asked == [{"group": group, "temperature": 0.7, "ignore_index": -(2**63)}] and not calls
+    assert torch.equal(found[0], given["hidden"].flatten(0, 1)[:, 0])
+    assert torch.equal(found[1], given["index"].flatten())
 
 
 def test_a_weight_that_zero3_divides_stays_with_trl(calls):

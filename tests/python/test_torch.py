@@ -269,7 +269,11 @@ def test_opcheck_of_every_op(data):
         for loss in ("cross_entropy", "linear_cross_entropy")
         for name in ("part", "of_parts", "bwd_of_slice")
     }
-    of_groups |= {"token_statistics_part", "token_statistics_of_parts"}
+    of_groups |= {
+        f"{statistics}_{name}"
+        for statistics in ("token_statistics", "linear_token_statistics")
+        for name in ("part", "of_parts")
+    }
     assert names - of_groups == {name for name, _, _ in every} | set(ON_DEMAND)
     for call in every:
         opcheck(*call)

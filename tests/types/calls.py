@@ -76,6 +76,10 @@ def tensors(x: Tensor, parameter: nn.Parameter, target: Tensor) -> None:
     found.loss.backward()
     assert_type(gander.distributed.cross_entropy(x, target, weight=parameter, sizes=[8, 8]), Tensor)
     assert_type(gander.distributed.token_statistics(x, target, row_mask=x, classes=8).entropy, Any)
+    of_head = gander.distributed.linear_token_statistics(
+        x, parameter, target, parameter, sizes=[8, 8], allreduce_dgrad=True, keep="logits", chunk=8
+    )
+    assert_type(of_head.entropy, Any)
     assert_type(gander.cross_entropy_fwd(x, target), Tensor)
     assert_type(gander.cross_entropy_fwd(x, target, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(gander.cross_entropy_fwd(x, target, return_lse=True), tuple[Tensor, Tensor])

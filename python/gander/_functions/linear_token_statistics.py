@@ -16,7 +16,7 @@ from .token_statistics import STATISTICS, Statistic, TokenStatistics, named_stat
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KEPT = ("nothing", "logits")
+KEPT = ("nothing", "logits")
 
 
 def linear_token_statistics(
@@ -48,6 +48,11 @@ def linear_token_statistics(
     Rows that are left out take part in the matrix products. Inside torch.func's transforms all logits are
     held.
 
+    weight may be a DTensor whose tokens are sharded over a mesh of one dimension, with hidden replicated and
+    bias sharded alike: a column-parallel head. All ranks return the same statistics, DTensors, after one
+    all-gather, as that of gander.distributed.linear_token_statistics. The gradient of hidden is a partial
+    sum.
+
     Args:
         hidden: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast hidden,
             weight and bias are cast, as in torch.nn.functional.linear.
@@ -73,7 +78,8 @@ def linear_token_statistics(
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: An index, under set_debug(True).
-        NotImplementedError: A nested, sparse or distributed tensor; a gradient of another statistic.
+        NotImplementedError: A nested or sparse tensor, other placements of DTensors, or a gradient of another
+            statistic.
         RuntimeError: The device, the driver, or memory.
 
     Examples:
@@ -90,7 +96,7 @@ def linear_token_statistics(
     if not is_tensor(hidden):
         raise TypeError(f"hidden is {kind(hidden)}, expected a torch.Tensor")
     check_chunks(chunk, None)
-    keeps = bool(code_of("keep", keep, _KEPT))
+    keeps = bool(code_of("keep", keep, KEPT))
     check_flags(batch_invariant=batch_invariant)
     options = loss_options(0.0, 0.0, scale, softcap, temperature)
     if type(ignore_index) is not int:

@@ -209,10 +209,12 @@ def linear_cross_entropy(
         refuse_tangents((x, weight, bias))
     slices = None
     if is_dtensor(weight):  # of torch.distributed, which takes long to import
+        from . import sharded_heads
         from . import sharded_linear_cross_entropy as sharded
 
-        slices, *parts = sharded.parts(x, weight, target, bias, weight_ce, divisor, upstream)
-        x, weight, target, bias, weight_ce, divisor, upstream = parts
+        others = {"target": target, "weight_ce": weight_ce, "divisor": divisor, "upstream": upstream}
+        slices, *parts = sharded_heads.parts("linear_cross_entropy", "x", x, weight, bias, others)
+        x, weight, bias, target, weight_ce, divisor, upstream = parts
     x, weight, bias = autocast(x, weight, bias)
     _check_dtypes(x, weight, bias, weight_ce)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

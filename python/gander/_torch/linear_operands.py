@@ -6,8 +6,8 @@ from .dtensor import is_dtensor
 from .tensors import DTYPES, differ, dtype_of, unusable
 
 
-def check_operands(name, x, weight, of_rows, of_classes):
-    """Refuses operands that do not fit. name: that of x.
+def check_operands(name, x, weight, of_rows, of_classes, is_slice=False):
+    """Refuses operands that do not fit. name: that of x. is_slice: weight may have no classes.
 
     of_rows: by name, what has an element for each row; the first are the labels. of_classes: by name, what
     has an element for each class. Those that are left out are None.
@@ -28,7 +28,7 @@ def check_operands(name, x, weight, of_rows, of_classes):
             raise RuntimeError(
                 f"{argument} is on {value.device}, expected {x.device} as {name}; move one of them"
             )
-    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
+    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not (weight.shape[0] or is_slice):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, expected (V, {x.shape[-1] if x.ndim else 'K'}) with V "
             f"classes and the last dimension of {name}, which has shape {tuple(x.shape)}"

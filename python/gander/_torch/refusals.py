@@ -3,6 +3,7 @@
 import torch
 from torch import is_grad_enabled
 from torch.autograd import forward_ad
+from torch.jit import is_tracing
 
 _in_transform = torch._C._are_functorch_transforms_active
 _NO_FORWARD = "gander: forward-mode derivatives are not supported; use torch's operators"
@@ -41,4 +42,13 @@ def refuse_outer_gradients(what, x):
         raise NotImplementedError(
             f"gander: {what} has a gradient for the innermost transform of torch.func only; "
             "differentiate there, or detach x"
+        )
+
+
+def refuse_transforms(what, function):
+    """what: why the function, of this name, cannot run in one."""
+    if _in_transform() or is_tracing():
+        raise NotImplementedError(
+            f"{what} inside a transform of torch.func or torch.jit.trace, expected an eager call or "
+            f"torch.compile; call {function} outside of it"
         )

@@ -1,10 +1,9 @@
-"""linear_cross_entropy of a weight whose classes are sharded: the head of a column-parallel model, a DTensor.
+"""linear_cross_entropy of a weight whose classes are sharded (sharded_heads.py).
 
-Each rank multiplies all rows with its classes, so dx of a rank is a partial sum. For each chunk of rows the
-ranks gather the statistics of their slices, as sharded_cross_entropy does, before the logits of the chunk are
-overwritten by their gradient. A graph has one all-gather for all chunks. The targets and the number of chunks
-are the same on all ranks, and so is the sequence of collectives. Forward keeps the log-sum-exps of whole
-rows, from which backward makes gradients again without communication.
+For each chunk of rows the ranks gather the statistics of their slices, as sharded_cross_entropy does, before
+the logits of the chunk are overwritten by their gradient. A graph has one all-gather for all chunks. The
+targets and the number of chunks are the same on all ranks, and so is the sequence of collectives. Forward
+keeps the log-sum-exps of whole rows, from which backward makes gradients again without communication.
 """
 
 from typing import NamedTuple
@@ -13,15 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.jit import is_tracing
 
 from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import operators_gen
 from .autograd import apply_with
 from .cross_entropy import is_first_backward, loss_values
-from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
 from .linear_chunks import Products, is_same, new_gradient, once, rescale, to_make, weights_of_rows
@@ -33,86 +28,10 @@ from .sharded_cross_entropy import (
     part_of,
     refuse_beside_weight,
 )
-from .slice_plan import Plan, chunks, new_part, plan_of, slice_of, write_hash
+from .sharded_heads import Slices
+from .slice_plan import Plan, new_part, plan_of, slice_of, write_hash
 from .slice_smoothing import gradient as gradient_of_slice
 from .tensors import has_no_values, statistic
-
-# ---- The parts of a rank ----
-
-
-class Slices(NamedTuple):
-    """The ranks that share the classes."""
-
-    mesh: DeviceMesh
-    group: ProcessGroup
-    sizes: tuple[int, ...]  # the number of classes of each rank
-
-    def whole(self, loss: Tensor) -> DTensor:
-        """The loss, which is the same on all ranks."""
-        return DTensor.from_local(loss, self.mesh, [Replicate()], run_check=False)
-
-
-def parts(x, weight, target, bias, weight_ce, divisor, upstream):
-    """The ranks, and this rank's part of each argument. Refuses other placements."""
-    mesh, by_class, replicated = weight.device_mesh, (Shard(0),), (Replicate(),)
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"weight is on {mesh}, expected a mesh of one dimension, over which its classes are sharded; "
-            "distribute it on a slice of the mesh"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"weight is on {mesh}, expected a mesh of which this process is a member")
-    _check_placements("weight", weight, weight, by_class)
-    for name, value, placements in ("x", x, replicated), ("bias", bias, by_class):
-        if value is not None and not is_dtensor(value):
-            placement = "Replicate()" if placements == replicated else "Shard(0)"
-            raise TypeError(
-                f"{name} is a plain tensor, expected a DTensor with placements {placements} like weight; "
-                f"pass DTensor.from_local({name}, mesh, [{placement}])"
-            )
-        _check_placements(name, value, weight, placements)
-    others = {"target": target, "weight_ce": weight_ce, "divisor": divisor, "upstream": upstream}
-    for name, value in others.items():  # a plain tensor is the same on all ranks
-        _check_placements(name, value, weight, replicated)
-    _refuse_graphs(x)
-    return (
-        Slices(mesh, mesh.get_group(), tuple(chunks(weight.shape[0], mesh.size()))),
-        x.to_local(grad_placements=[Partial()]),
-        weight.to_local(),
-        _local(target),
-        _local(bias),
-        *map(_local, list(others.values())[1:]),
-    )
-
-
-def _check_placements(name, value, weight, expected):
-    if not is_dtensor(value):
-        return
-    if value.device_mesh != weight.device_mesh:
-        raise ValueError(
-            f"{name} is on {value.device_mesh}, expected {weight.device_mesh}, the mesh of weight; "
-            "distribute it there"
-        )
-    # A strided shard is another class, and equal to none of these. Dynamo of torch 2.10 cannot compare types.
-    strided = not torch.compiler.is_compiling() and type(value.placements[0]) is not type(expected[0])
-    if (*value.placements,) != expected or strided:
-        raise NotImplementedError(
-            f"{name} has placements {value.placements}, expected {expected} with a weight whose classes are "
-            "sharded; redistribute it"
-        )
-
-
-def _local(value):
-    return value.to_local() if is_dtensor(value) else value
-
-
-def _refuse_graphs(x):
-    if torch._C._are_functorch_transforms_active() or is_tracing():
-        raise NotImplementedError(
-            "weight is a DTensor inside a transform of torch.func or torch.jit.trace, expected an eager call "
-            "or torch.compile; call linear_cross_entropy outside of it"
-        )
-
 
 # ---- The loss and its gradients ----
 
@@ -385,7 +304,7 @@ def _in_graph(given, call, group):
 # ---- Calls ----
 
 
-def loss(slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
+def loss(slices: Slices, tensors, ignore_index, reduction, chunk, wide, more) -> Tensor:
     """The loss, from this rank's parts of the arguments, whose kinds have been checked. tensors: x, weight,
     target, bias, weight_ce, divisor, upstream. more: the options of the loss that are not their defaults."""
     x, weight, target, bias, weight_ce, divisor, upstream = tensors

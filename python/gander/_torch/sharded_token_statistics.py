@@ -30,7 +30,8 @@ _NAME = "token_statistics"
 STATISTICS = TORCH[_NAME].results[:-1]  # log_prob and entropy, which have gradients, come first
 _HEADS = 4  # statistics of floating-point numbers
 _STATE = 3  # numbers of a row
-_LEFT_OUT = -3  # the local index of a row that is left out, as in kernels.go
+OUTSIDE = -2  # the local index where no slice has the index, as in kernels.go
+LEFT_OUT = -3  # the local index of a row that is left out, as in kernels.go
 
 
 class _Plan(NamedTuple):
@@ -46,7 +47,7 @@ class _Plan(NamedTuple):
     options: dict  # of the operators, without defaults
 
 
-def _plan_of(logits, index, row_mask, *given) -> _Plan:
+def plan_of(logits, index, row_mask, *given) -> _Plan:
     """Checks a rank's own arguments. given: the rank, the sizes, ignore_index, the outputs, and pairs of
     options and their values."""
     tensors = (None if t is None else (t.shape, t.dtype, t.device) for t in (logits, index, row_mask))
@@ -90,7 +91,7 @@ def of_slices(
     if has_no_values(logits):
         return _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, options)
     more = frozenset(outputs), tuple(options.items())
-    plan = _plan_of(logits, index, row_mask, group.rank(), tuple(sizes), ignore_index, *more)
+    plan = plan_of(logits, index, row_mask, group.rank(), tuple(sizes), ignore_index, *more)
     refuse_tangents((logits,))
     refuse_vmap({"logits": logits, "index": index, "row_mask": row_mask}, "")
     refuse_outer_gradients("distributed.token_statistics", logits)
@@ -129,14 +130,18 @@ def _places(part, shape):
     return places
 
 
-def _part_of(logits, index, row_mask, group, plan):
-    """What the other ranks need of this one."""
+def part_of(logits, index, row_mask, group, plan, chunks=None, name="logits"):
+    """What the other ranks need of this one.
+
+    chunks: pairs of rows, as a slice, and their logits, if those of all rows are not held. Then logits has
+    their shape alone. name: of the argument that has the tokens.
+    """
     if _debug.is_enabled:
         kept = index if row_mask is None else index.masked_fill(row_mask == 0, plan.ignore_index)
-        compare(logits, kept, group, plan, ("logits", "index or row_mask"))
+        compare(logits, kept, group, plan, (name, "index or row_mask"))
         if not plan.contradiction:
             check_targets(sum(plan.sizes), index, plan.ignore_index, "index")
-    each, tokens = _each(plan.outputs), sum(plan.sizes)
+    each = _each(plan.outputs)
     numbers = each * index.numel()
     mine = new_part(logits, numbers)
     write_hash(mine, numbers, plan)
@@ -145,7 +150,16 @@ def _part_of(logits, index, row_mask, group, plan):
     part = mine[:numbers].view(each, index.numel())
     if each == 8 and part.dtype == torch.float64:
         part[7] = 0  # not used, but the same bits are sent on each run
-    places, first, options = _places(part, index.shape), plan.first, plan.options
+    places = _places(part, index.shape)
+    for rows, held in [(..., logits)] if chunks is None else chunks:
+        mask = None if row_mask is None else row_mask[rows]
+        _fill({name: place[rows] for name, place in places.items()}, held, index[rows], mask, plan)
+    return mine
+
+
+def _fill(places, logits, index, row_mask, plan):
+    """Writes what is sent of some rows, also for a slice without tokens."""
+    tokens, first, options = sum(plan.sizes), plan.first, plan.options
     is_empty = not logits.shape[-1]
     if is_empty:  # see gander.h
         logits, first, options = logits.new_full((*index.shape, 1), -torch.inf), tokens, {}
@@ -159,12 +173,11 @@ def _part_of(logits, index, row_mask, group, plan):
         classes=tokens,
         **options,
     )
-    if is_empty and each == 8:
+    if is_empty and "mean_logit" in places:
         places["mean_logit"].zero_()
-    return mine
 
 
-def _merged(every, index, row_mask, plan):
+def merged(every, index, row_mask, plan):
     """What all ranks have sent, as the statistics in the order of STATISTICS, their state, and the index for
     backward."""
     if plan.contradiction:
@@ -198,10 +211,10 @@ def _dtype(name, every):
 
 def _forward(ctx, logits, index, row_mask, group, plan, inplace_backward):
     index = index.long().contiguous()
-    mine = _part_of(logits, index, row_mask, group, plan)
+    mine = part_of(logits, index, row_mask, group, plan)
     every = mine.new_empty(len(plan.sizes) * mine.numel())
     dist.all_gather_into_tensor(every, mine, group=group)
-    *results, state, local = _merged(every, index, row_mask, plan)
+    *results, state, local = merged(every, index, row_mask, plan)
     _keep(ctx, logits, local, state, plan.options, inplace_backward and logits.numel())
     return tuple(results)
 
@@ -220,7 +233,7 @@ def _gradient(ctx, dlog_prob, dentropy, *others):
     if not logits.shape[-1]:
         return torch.zeros_like(logits)
     given, options = (logits, local, None, state, dlog_prob, dentropy), dict(ctx.options)
-    options |= {"ignore_index": _LEFT_OUT, "slice": True}
+    options |= {"ignore_index": LEFT_OUT, "slice": True}
     upstream = [each for each in (dlog_prob, dentropy) if each is not None]
     if not (ctx.inplace_backward and all(map(is_plain, upstream))):
         return operators_gen.token_statistics_bwd(*given, **options)
@@ -255,39 +268,39 @@ def _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, opti
 DEFAULTS = {"scale": 1, "softcap": 0, "temperature": 1, "batch_invariant": False}
 
 
-def _outputs(more):
+def outputs_of(more):
     return frozenset(name for name, asked in zip(STATISTICS, more, strict=False) if asked)
 
 
-def _options(more):
+def options_of(more):
     given = zip(DEFAULTS, more[len(STATISTICS) :], strict=True)
     return {name: value for name, value in given if value != DEFAULTS[name]}
 
 
 def _resolved(logits, index, row_mask, sizes, ignore_index, group, *more):
-    group, options = dist.distributed_c10d._resolve_process_group(group), tuple(_options(more).items())
-    given = group.rank(), tuple(sizes), ignore_index, _outputs(more), options
-    return group, _plan_of(logits, index, row_mask, *given)
+    group, options = dist.distributed_c10d._resolve_process_group(group), tuple(options_of(more).items())
+    given = group.rank(), tuple(sizes), ignore_index, outputs_of(more), options
+    return group, plan_of(logits, index, row_mask, *given)
 
 
 def _part_kernel(logits, index, row_mask, *options):
     group, plan = _resolved(logits, index, row_mask, *options)
-    return _part_of(logits, index.long().contiguous(), row_mask, group, plan)
+    return part_of(logits, index.long().contiguous(), row_mask, group, plan)
 
 
-def _part_fake(logits, index, row_mask, sizes, ignore_index, group, *more):
+def part_fake(logits, index, row_mask, sizes, ignore_index, group, *more):
     _check(logits, index, row_mask)
-    return new_part(logits, _each(_outputs(more)) * index.numel())
+    return new_part(logits, _each(outputs_of(more)) * index.numel())
 
 
 def _merged_kernel(logits, every, index, row_mask, *options):
     """The statistics, and what backward reads."""
     _, plan = _resolved(logits, index, row_mask, *options)
-    return _merged(every, index.long().contiguous(), row_mask, plan)
+    return merged(every, index.long().contiguous(), row_mask, plan)
 
 
-def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *more):
-    shape, outputs = index.shape, _outputs(more)
+def merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *more):
+    shape, outputs = index.shape, outputs_of(more)
     results = (
         every.new_empty(shape if name in outputs else (0,), dtype=_dtype(name, every)) for name in STATISTICS
     )
@@ -296,7 +309,7 @@ def _merged_fake(logits, every, index, row_mask, sizes, ignore_index, group, *mo
 
 def _keep_in_graph(ctx, given, results):
     logits, *_, state, local = given[0], *results
-    _keep(ctx, logits, local, state, _options(given[7:]))
+    _keep(ctx, logits, local, state, options_of(given[7:]))
 
 
 def _refuse_batch(info, in_dims, *given):
@@ -304,20 +317,21 @@ def _refuse_batch(info, in_dims, *given):
 
 
 _NEEDS = ", ".join(f"bool {demand(name)}" for name in STATISTICS)
-_OPTIONS = "Tensor index, Tensor? row_mask, SymInt[] sizes, SymInt ignore_index, str group, "
-_OPTIONS += f"{_NEEDS}, float scale, float softcap, float temperature, bool batch_invariant"
+OPTIONS = f"SymInt[] sizes, SymInt ignore_index, str group, {_NEEDS}, "
+OPTIONS += "float scale, float softcap, float temperature, bool batch_invariant"
+_OPTIONS = f"Tensor index, Tensor? row_mask, {OPTIONS}"
 
 _part_in_graph = define(
     f"token_statistics_part(Tensor logits, {_OPTIONS}) -> Tensor",
     _part_kernel,
-    _part_fake,
+    part_fake,
     batched=_refuse_batch,
 )
 _merged_in_graph = define(
     f"token_statistics_of_parts(Tensor logits, Tensor every, {_OPTIONS}) -> "
     f"({', '.join(f'Tensor {name}' for name in (*STATISTICS, 'state', 'local'))})",
     _merged_kernel,
-    _merged_fake,
+    merged_fake,
     _keep_in_graph,
     _gradient,
     batched=_refuse_batch,

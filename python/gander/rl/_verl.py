@@ -21,10 +21,11 @@ def verl() -> Swap:
 
     `linear_token_statistics` replaces the forward of `FusedLinearForPPO`, with any `impl_backend`, and
     `linear_cross_entropy`, which models call with the back ends torch, liger and triton of
-    `use_fused_kernels`. `token_statistics` replaces `logprobs_from_logits`, `entropy_from_logits` and
-    `entropy_from_logits_with_chunking`, which are called without them. All hold in this process, in all
-    threads, whether models were imported before or after. Workers keep an entropy function from when they
-    are made, so this has to run before that.
+    `use_fused_kernels`. Where the vocabulary is divided among ranks, as in Megatron's models, that calls
+    `gander.distributed.linear_token_statistics`. `token_statistics` replaces `logprobs_from_logits`,
+    `entropy_from_logits` and `entropy_from_logits_with_chunking`, which are called without
+    `use_fused_kernels`. All hold in this process, in all threads, whether models were imported before or
+    after. Workers keep an entropy function from when they are made, so this has to run before that.
 
     Returns:
         What undoes it: `with gander.rl.verl(): ...`, or `swap = gander.rl.verl()` and `swap.undo()`.
@@ -75,19 +76,19 @@ def _of_head(original: Any) -> Any:
         reduction: str = "none",
         dist_process_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        divided = dist_process_group is not None and dist_process_group.size() > 1
-        if divided or reduction.lower() != "none":
+        if reduction.lower() != "none":
             taken: tuple[Tensor, Tensor] = original(
                 hidden, weight, labels, temperature, reduction, dist_process_group
             )
             return taken
-        log_prob, entropy = gander.linear_token_statistics(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            labels.reshape(-1),
-            temperature=temperature,
-            ignore_index=UNKNOWN,
-        )
+        given: Any = hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1)
+        options: Any = {"temperature": temperature, "ignore_index": UNKNOWN}
+        if dist_process_group is not None and dist_process_group.size() > 1:
+            # As verl's, the gradient of hidden is a partial sum. Megatron's gather of sequences adds it up.
+            found = gander.distributed.linear_token_statistics(*given, group=dist_process_group, **options)
+        else:
+            found = gander.linear_token_statistics(*given, **options)
+        log_prob, entropy = found
         return log_prob, entropy
 
     return linear_cross_entropy
