@@ -236,7 +236,7 @@ def test_opcheck_of_every_op(data):
         every.append(("linear_token_statistics", (*given, -100, 4, keeps, False, False, *maps, *wanted), {}))
         logits = x.detach().sin()[:, :6].contiguous() if keeps else x.new_empty(0)
         rows = x.detach()[:, 0].contiguous()
-        state = torch.rand(len(rows), 3)
+        state = torch.rand(len(rows), 3, device=x.device)
         every.append(
             (
                 "linear_token_statistics_bwd",
