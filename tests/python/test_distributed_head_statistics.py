@@ -521,7 +521,7 @@ def _compiled(sizes, backend):
         {"temperature": 0.7, "scale": 2.0, "batch_invariant": True, "outputs": STATISTICS},
         {"outputs": ("predicted",)},
     )
-    for given in variants[1:2] if backend == "inductor" else variants:
+    for given in variants[1:2] if backend == "inductor" or 0 in sizes else variants:
 
         def call(hidden, weight, index, bias, given=given):
             return SHARDED(hidden * 2, weight, index, bias, sizes=sizes, **given)
