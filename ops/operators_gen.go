@@ -2013,8 +2013,10 @@ type TokenStatisticsBackward struct {
 	Temperature    Optional[float64] // see scale; more than 0; 1 by default
 	BatchInvariant bool              // a row's bits do not depend on how many rows there are
 	// logits is a slice of each row's tokens, and an index counts from the slice's first token. state is
-	// that of whole rows. In a row whose index is not in the slice, the index adds nothing, except -2, an
-	// index that no slice has
+	// that of whole rows. Pass -1 for a token before the slice, whose index adds nothing there, as one
+	// behind the slice does not: -2 is an index that no slice has, which makes dlog_prob's part of the row's
+	// gradient NaN, and a row whose index is ignore_index is left out, so let that be -3. local of
+	// gander_sharded_token_statistics_combine is such an index
 	Slice bool
 }
 

@@ -262,7 +262,11 @@ func TestShardedTokenStatisticsRefuses(t *testing.T) {
 		"index has shape (4,), expected (5,): one for each column of parts": func(o *combine) {
 			o.Index = empty(t, dlpack.Int64, 4)
 		},
-		"classes is 0, expected": func(o *combine) { o.Classes = ops.Some[int64](0) },
+		"classes is 0, expected":           func(o *combine) { o.Classes = ops.Some[int64](0) },
+		"first is -1, expected at least 0": func(o *combine) { o.First = -1 },
+		"first is 10, expected at least 0 and at most classes, 9": func(o *combine) {
+			o.First = 10
+		},
 		"state has shape (5, 2), expected (5, 3): three numbers for each column": func(o *combine) {
 			o.State = f(5, 2)
 		},
@@ -284,4 +288,9 @@ func TestShardedTokenStatisticsRefuses(t *testing.T) {
 	err = ops.TokenStatisticsForward{Logits: f(2, 3), Index: empty(t, dlpack.Int64, 2), Entropy: f(2),
 		Classes: ops.Some[int64](0)}.Run(nil)
 	assert.ErrorContains(t, err, "classes is 0, expected how many there are in all slices")
+	for _, first := range []int64{-1, 8} {
+		err = ops.TokenStatisticsForward{Logits: f(2, 3), Index: empty(t, dlpack.Int64, 2), Entropy: f(2),
+			First: first, Classes: ops.Some[int64](7)}.Run(nil)
+		assert.ErrorContains(t, err, fmt.Sprintf("first is %d, expected at least 0 and at most", first))
+	}
 }

@@ -13,7 +13,7 @@ func (a *tokenStatisticsForward) refuse(k *check) {
 	k.logitMap(a.Scale, a.Softcap, a.Temperature)
 	switch {
 	case a.Classes != -1:
-		countOf(k, a.Classes)
+		firstOf(k, a.First, countOf(k, a.Classes))
 	case a.First != 0:
 		k.fail(StatusOption, "first is %d without classes, expected 0; set classes, of all slices", a.First)
 	}

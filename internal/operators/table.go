@@ -625,8 +625,10 @@ var Table = []Group{
 						"that is left out is then NaN; -1: logits has whole rows"},
 				{Name: "slice", Type: Flag, Only: "backward",
 					Doc: "logits is a slice of each row's tokens, and an index counts from the slice's first token. state " +
-						"is that of whole rows. In a row whose index is not in the slice, the index adds nothing, except -2, " +
-						"an index that no slice has"},
+						"is that of whole rows. Pass -1 for a token before the slice, whose index adds nothing there, as one " +
+						"behind the slice does not: -2 is an index that no slice has, which makes dlog_prob's part of the " +
+						"row's gradient NaN, and a row whose index is ignore_index is left out, so let that be -3. local of " +
+						"gander_sharded_token_statistics_combine is such an index"},
 			}),
 		Operators: []Operator{
 			{

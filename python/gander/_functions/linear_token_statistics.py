@@ -67,8 +67,8 @@ def linear_token_statistics(
         batch_invariant: As in token_statistics. It does not concern the matrix products.
         keep: "logits" keeps the logits of all rows for backward, which then has two matrix products in place
             of three. Backward writes over them; a second backward pass computes them again.
-        chunk: The rows whose logits are held at a time. None takes a quarter of all rows, where
-            weight or bias is trained a sixth.
+        chunk: The rows whose logits are held at a time. None takes a quarter of all rows, where weight
+            or bias is trained a sixth.
         outputs: As in token_statistics.
 
     Returns:

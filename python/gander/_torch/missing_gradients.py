@@ -80,6 +80,8 @@ def of_each(name: str, inputs: list[str], backward: Callable) -> Callable:
     def of_one(ctx, *gradients):
         if gradients[0] is not None or len(gradients) <= second or gradients[second] is None:
             return backward(ctx, *gradients)
+        if not any(ctx.needs_input_grad[place] for place in places):
+            return (None,) * len(inputs)
         found = backward(_OfPartner(ctx, of_saved, to_first), gradients[second])
         return _moved(found, {new: old for old, new in to_first.items()}, None)
 

@@ -1,7 +1,7 @@
 """token_statistics of tokens that are divided among ranks, from arguments whose kinds have been checked.
 
 Each rank computes the statistics of its slice into what it sends: the numbers of each row that the outputs
-need, at most 32 bytes, and the hash of a plan (slice_plan.py). From these sharded_token_statistics_combine
+need, four or eight, and the hash of a plan (slice_plan.py). From these sharded_token_statistics_combine
 makes, on all ranks, the statistics of whole rows, and the state and the index from which the operator
 computes the gradient of a slice. gander.h has their order.
 """
