@@ -70,13 +70,6 @@ func (a *shardedCrossEntropyCombine) cuda(c *Call, ordinal int32) error {
 	return k.launch(unsafe.Pointer(&args))
 }
 
-// firstOf refuses what is not the number of a class. A slice without classes begins behind all others.
-func firstOf(k *check, first, classes int64) {
-	if first < 0 || first > classes {
-		k.fail(StatusOption, "first is %d, expected at least 0 and at most classes, %d", first, classes)
-	}
-}
-
 func (a *shardedTokenStatisticsCombine) refuse(k *check) {
 	adjacent(k, &a.Parts)
 	a.Classes = countOf(k, a.Classes)
@@ -160,4 +153,11 @@ func countOf(k *check, classes int64) int64 {
 			classes)
 	}
 	return classes
+}
+
+// firstOf refuses what is not the number of a class. A slice without classes begins behind all others.
+func firstOf(k *check, first, classes int64) {
+	if first < 0 || first > classes {
+		k.fail(StatusOption, "first is %d, expected at least 0 and at most classes, %d", first, classes)
+	}
 }

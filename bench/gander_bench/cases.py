@@ -362,7 +362,7 @@ def _probability_gradient(x, p):
     return (x.softmax(-1) * p.sum(-1, keepdim=True) - p,)
 
 
-# Cross-entropy of class probabilities, which the section `options` measures too: backward alone.
+# Cross-entropy of class probabilities, in the section `options`. Backward is measured without forward.
 PROBABILITIES = {
     "cross_entropy_probabilities_forward": Operator("rr", _probability_inputs, _probability_losses),
     "cross_entropy_probabilities_backward": Operator("rrw", _probability_inputs, _probability_gradient),
@@ -1012,9 +1012,11 @@ def _gander_float32():
 
 def _gander_sharded():
     """Cross-entropy and statistics of a rank's slice of the classes."""
-    distributed = gander.distributed
-    functions = {name: getattr(distributed, name) for name in ("cross_entropy", "token_statistics")}
-    return Provider({f"sharded_{name}": function for name, function in functions.items()}, {})
+    functions = {
+        "sharded_cross_entropy": gander.distributed.cross_entropy,
+        "sharded_token_statistics": gander.distributed.token_statistics,
+    }
+    return Provider(functions, {})
 
 
 def _gander_with(**how):
