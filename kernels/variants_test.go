@@ -22,7 +22,7 @@ func TestFamiliesHaveKernelsInClusters(t *testing.T) {
 			families[v.Family] = true
 		}
 	}
-	without := []Op{GLUForward, Rotate, QKNormRotate, TokenStatisticsForward, SoftCrossEntropyForward}
+	without := []Op{GLUForward, Rotate, QKNormRotate, SoftCrossEntropyForward}
 	assert.Len(t, families, Families-3*len(without))
 	for _, op := range without {
 		assert.False(t, families[FamilyOf(op, Float32)], op)

@@ -474,7 +474,7 @@ func stream(q *query, row *policy.Row) *plan {
 	p.scratch.partial = p.scratch.take(q.m * int64(p.splits) * q.stateBytes())
 	p.scratch.logits = p.scratch.take(q.m * 4)
 	q.add(p, q.chunkKernel(kernels.Partial), q.m*int64(p.splits), 1, 0)
-	q.add(p, q.chunkKernel(kernels.Apply), q.m, 1, 0)
+	q.add(p, kernelsOf[kernelKey{op: q.op, shape: kernels.Apply, x: q.x}][0], q.m, 1, 0) // it reads no rows
 	p.why = fmt.Sprintf("%d rows would leave SMs idle: %d CTAs share each", q.m, p.splits)
 	return p
 }

@@ -42,7 +42,6 @@ KERNEL(cross_entropy_forward_partial_bfloat16_256x2_unaligned, 256, 4, partial_b
 KERNEL(cross_entropy_forward_partial_bfloat16_512x8, 512, 2, partial_body<CrossEntropyForward<bf16, false>, 512, 8, false, false>)
 KERNEL(cross_entropy_forward_partial_bfloat16_256x8_same_offset, 256, 4, partial_body<CrossEntropyForward<bf16, false>, 256, 8, true, true>)
 KERNEL(cross_entropy_forward_apply_bfloat16_256x4, 256, 6, apply_body<CrossEntropyForward<bf16, false>, 4, false>)
-KERNEL(cross_entropy_forward_apply_bfloat16_256x2_unaligned, 256, 4, apply_body<CrossEntropyForward<bf16, false>, 2, true>)
 KERNEL(cross_entropy_forward_dx_rows_bfloat16_8x1, 128, 12, short_rows_body<CrossEntropyForward<bf16, true>, 8, 1, 0>)
 KERNEL(cross_entropy_forward_dx_rows_bfloat16_8x4, 128, 12, short_rows_body<CrossEntropyForward<bf16, true>, 8, 4, 0>)
 KERNEL(cross_entropy_forward_dx_rows_bfloat16_16x4, 128, 12, short_rows_body<CrossEntropyForward<bf16, true>, 16, 4, 0>)

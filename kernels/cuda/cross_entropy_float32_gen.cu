@@ -40,7 +40,6 @@ KERNEL(cross_entropy_forward_partial_float32_256x2_unaligned, 256, 4, partial_bo
 KERNEL(cross_entropy_forward_partial_float32_512x8, 512, 2, partial_body<CrossEntropyForward<f32, false>, 512, 8, false, false>)
 KERNEL(cross_entropy_forward_partial_float32_256x8_same_offset, 256, 4, partial_body<CrossEntropyForward<f32, false>, 256, 8, true, true>)
 KERNEL(cross_entropy_forward_apply_float32_256x4, 256, 6, apply_body<CrossEntropyForward<f32, false>, 4, false>)
-KERNEL(cross_entropy_forward_apply_float32_256x2_unaligned, 256, 4, apply_body<CrossEntropyForward<f32, false>, 2, true>)
 KERNEL(cross_entropy_forward_dx_rows_float32_8x1, 128, 10, short_rows_body<CrossEntropyForward<f32, true>, 8, 1, kKeepsExp | kPatchesTarget>)
 KERNEL(cross_entropy_forward_dx_rows_float32_8x4, 128, 10, short_rows_body<CrossEntropyForward<f32, true>, 8, 4, kKeepsExp | kPatchesTarget>)
 KERNEL(cross_entropy_forward_dx_rows_float32_16x4, 128, 10, short_rows_body<CrossEntropyForward<f32, true>, 16, 4, kKeepsExp | kPatchesTarget>)

@@ -13,7 +13,6 @@ KERNEL(general_cross_entropy_forward_rows_float32_32x4_unaligned, 128, 8, rows_b
 KERNEL(general_cross_entropy_forward_partial_float32_256x4, 256, 4, partial_body<GeneralCrossEntropyForward<f32, false>, 256, 4, false, false>)
 KERNEL(general_cross_entropy_forward_partial_float32_256x2_unaligned, 256, 4, partial_body<GeneralCrossEntropyForward<f32, false>, 256, 2, true, false>)
 KERNEL(general_cross_entropy_forward_apply_float32_256x4, 256, 4, apply_body<GeneralCrossEntropyForward<f32, false>, 4, false>)
-KERNEL(general_cross_entropy_forward_apply_float32_256x2_unaligned, 256, 4, apply_body<GeneralCrossEntropyForward<f32, false>, 2, true>)
 KERNEL(general_cross_entropy_forward_dx_rows_float32_8x4, 128, 8, rows_body<GeneralCrossEntropyForward<f32, true>, 8, 4, 0>)
 KERNEL(general_cross_entropy_forward_dx_rows_float32_32x4, 128, 8, rows_body<GeneralCrossEntropyForward<f32, true>, 32, 4, 0>)
 KERNEL(general_cross_entropy_forward_dx_rows_float32_256x4, 256, 4, rows_body<GeneralCrossEntropyForward<f32, true>, 256, 4, kExactWarps>)

@@ -13,6 +13,5 @@ KERNEL(soft_cross_entropy_forward_rows_bfloat16_32x4_unaligned, 128, 6, rows_bod
 KERNEL(soft_cross_entropy_forward_partial_bfloat16_256x2, 256, 3, partial_body<SoftCrossEntropyForward<bf16>, 256, 2, false, false>)
 KERNEL(soft_cross_entropy_forward_partial_bfloat16_256x1_unaligned, 256, 3, partial_body<SoftCrossEntropyForward<bf16>, 256, 1, true, false>)
 KERNEL(soft_cross_entropy_forward_apply_bfloat16_256x2, 256, 4, apply_body<SoftCrossEntropyForward<bf16>, 2, false>)
-KERNEL(soft_cross_entropy_forward_apply_bfloat16_256x1_unaligned, 256, 4, apply_body<SoftCrossEntropyForward<bf16>, 1, true>)
 KERNEL(soft_cross_entropy_backward_elementwise_bfloat16_256x2, 256, 3, elementwise_body<SoftCrossEntropyBackward<bf16>, 2, false>)
 KERNEL(soft_cross_entropy_backward_elementwise_bfloat16_256x1_unaligned, 256, 3, elementwise_body<SoftCrossEntropyBackward<bf16>, 1, true>)

@@ -13,6 +13,5 @@ KERNEL(soft_cross_entropy_forward_rows_float16_32x4_unaligned, 128, 6, rows_body
 KERNEL(soft_cross_entropy_forward_partial_float16_256x2, 256, 3, partial_body<SoftCrossEntropyForward<f16>, 256, 2, false, false>)
 KERNEL(soft_cross_entropy_forward_partial_float16_256x1_unaligned, 256, 3, partial_body<SoftCrossEntropyForward<f16>, 256, 1, true, false>)
 KERNEL(soft_cross_entropy_forward_apply_float16_256x2, 256, 4, apply_body<SoftCrossEntropyForward<f16>, 2, false>)
-KERNEL(soft_cross_entropy_forward_apply_float16_256x1_unaligned, 256, 4, apply_body<SoftCrossEntropyForward<f16>, 1, true>)
 KERNEL(soft_cross_entropy_backward_elementwise_float16_256x2, 256, 3, elementwise_body<SoftCrossEntropyBackward<f16>, 2, false>)
 KERNEL(soft_cross_entropy_backward_elementwise_float16_256x1_unaligned, 256, 3, elementwise_body<SoftCrossEntropyBackward<f16>, 1, true>)

@@ -13,6 +13,5 @@ KERNEL(soft_cross_entropy_forward_rows_float32_32x4_unaligned, 128, 8, rows_body
 KERNEL(soft_cross_entropy_forward_partial_float32_256x2, 256, 4, partial_body<SoftCrossEntropyForward<f32>, 256, 2, false, false>)
 KERNEL(soft_cross_entropy_forward_partial_float32_256x1_unaligned, 256, 4, partial_body<SoftCrossEntropyForward<f32>, 256, 1, true, false>)
 KERNEL(soft_cross_entropy_forward_apply_float32_256x2, 256, 4, apply_body<SoftCrossEntropyForward<f32>, 2, false>)
-KERNEL(soft_cross_entropy_forward_apply_float32_256x1_unaligned, 256, 4, apply_body<SoftCrossEntropyForward<f32>, 1, true>)
 KERNEL(soft_cross_entropy_backward_elementwise_float32_256x2, 256, 4, elementwise_body<SoftCrossEntropyBackward<f32>, 2, false>)
 KERNEL(soft_cross_entropy_backward_elementwise_float32_256x1_unaligned, 256, 4, elementwise_body<SoftCrossEntropyBackward<f32>, 1, true>)

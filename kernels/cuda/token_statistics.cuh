@@ -35,50 +35,50 @@ template <class T, bool All>
 struct alignas(16) TokenSum : std::conditional_t<All, AllSums, NoSums> {
   using Partial = TokenSum;
   static constexpr bool kMaxFirst = false;
-  float others = 0.f, m = -kInfinity, depth = 0.f, padding = 0.f;
+  // own: 1 if an element that has the maximum m is left out of the sums, else 0. In a row's complete state
+  // one is, unless m is -inf. The m of a thread may be that of another one's element.
+  float others = 0.f, m = -kInfinity, depth = 0.f, own = 0.f;
 
   __device__ __forceinline__ static float reference(float m) { return GeneralSum<T>::reference(m); }
   // For a maximum of `top`, which is at least m. Below it, the element that had m is one of the others.
   __device__ __forceinline__ void rebase(float top) {
     if (m < top) {
       if (m > -kInfinity) {
-        const float f = exp_difference<T>(m, top), sum = 1.f + others;
+        const float f = exp_difference<T>(m, top), sum = own + others;
         depth = f == 0.f ? 0.f : f * fmaf(top - m, sum, depth);
         others = f * sum;
-        if constexpr (All) this->squares = f * f * (1.f + this->squares);
+        if constexpr (All) this->squares = f * f * (own + this->squares);
       }
       if constexpr (All) this->column = kNoColumn;
-      m = top;
+      m = top, own = 0.f;
     }
   }
-  // Counts elements that have the maximum, but for one.
+  // Counts elements that have the maximum. Only the first is left out.
   __device__ __forceinline__ void add_equals(float count) {
-    others += count;
-    if constexpr (All) this->squares += count;
+    const float first = fminf(count, 1.f - own);
+    own += first, others += count - first;
+    if constexpr (All) this->squares += count - first;
   }
   __device__ __forceinline__ void merge(TokenSum o) {
     const float top = fmaxf(m, o.m);
-    const bool both = m == o.m && top > -kInfinity;
     rebase(top), o.rebase(top);
     others += o.others, depth += o.depth;
     if constexpr (All) {
       this->squares += o.squares, this->total += o.total;
       this->column = min(this->column, o.column);
     }
-    add_equals(both ? 1.f : 0.f);
+    add_equals(o.own);
   }
   template <int L>
   __device__ __forceinline__ void reduce_lanes() {
-    const float top = lanes_max<L>(m);
-    const bool has_max = m == top && top > -kInfinity;
-    rebase(top);
-    sum_lanes<L>(has_max);
+    rebase(lanes_max<L>(m));
+    sum_lanes<L>();
   }
-  // For lanes that have the maximum in common. leaves_out: whether this lane's sums are without one element
-  // that has it.
+  // For lanes that have the maximum in common.
   template <int L>
-  __device__ __forceinline__ void sum_lanes(bool leaves_out) {
-    const float having = lanes_sum<L>(leaves_out ? 1.f : 0.f);
+  __device__ __forceinline__ void sum_lanes() {
+    const float having = lanes_sum<L>(own);
+    own = 0.f;
     others = lanes_sum<L>(others), depth = lanes_sum<L>(depth);
     if constexpr (All) {
       this->squares = lanes_sum<L>(this->squares), this->total = lanes_sum<L>(this->total);
@@ -86,7 +86,7 @@ struct alignas(16) TokenSum : std::conditional_t<All, AllSums, NoSums> {
       for (int k = L / 2; k; k /= 2)
         this->column = min(this->column, __shfl_xor_sync(kAllLanes, this->column, k));
     }
-    add_equals(fmaxf(having - 1.f, 0.f));
+    add_equals(having);
   }
 };
 
@@ -149,87 +149,117 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     sc.logit = __ldcg(static_cast<const float*>(a.target_logits) + row);
     return sc;
   }
-  // Streams: a thread's maximum rises less and less often.
+  // Streams. A warp's maximum rises less and less often, and then one of its lanes has it. Lanes beyond the
+  // row's end are not here: then each goes by its own maximum.
   template <class Tile, class View>
   __device__ __forceinline__ static void accumulate(const Args& a, State& st, const Tile& tile, const View& p,
                                                     int e, int step) {
     constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
     const float high = Loss::template highest<V>(a, tile, p, e, step);
-    const bool rises = high > st.m;
-    if (rises) st.rebase(high);
-    add_tile(a, st, tile, p, e, step, high, rises);
+    const int last = 31 - static_cast<int>(threadIdx.x) % 32;  // from this lane
+    const float top = e + last * kElements<T> < p.bounds.hi ? lanes_max<32>(high) : high;
+    if (top > st.m) {
+      st.rebase(top);
+      add_tile<true>(a, st, tile, p, e, step, high, high == top);
+    } else {
+      add_tile<false>(a, st, tile, p, e, step, high, false);
+    }
   }
-  // Rows in registers: lanes agree on the maximum first, so that few of them look for the element that has
-  // it.
+  // Rows in registers: lanes agree on the maximum first.
   template <int L, class Tile, class View>
   __device__ __forceinline__ static void reduce(const Args& a, State& st, Tile& tile, const View& p, int e,
                                                 int step) {
     constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
     const float high = Loss::template highest<V>(a, tile, p, e, step);
     st.m = lanes_max<L>(high);
-    const bool has_max = high == st.m && high > -kInfinity;
-    add_tile(a, st, tile, p, e, step, high, has_max);
-    st.template sum_lanes<L>(has_max);
+    add_tile<true>(a, st, tile, p, e, step, high, high == st.m && high > -kInfinity);
+    st.template sum_lanes<L>();
   }
-  // Adds a tile, relative to st.m. leaves_out: without one element that is `high`, the first.
-  template <class Tile, class View>
+  // Adds a tile, of which `high` is the maximum, relative to st.m. Rises: has_max says whether `high` is
+  // st.m, to which no element has been compared before.
+  template <bool Rises, class Tile, class View>
   __device__ __forceinline__ static void add_tile(const Args& a, State& st, const Tile& tile, const View& p,
-                                                  int e, int step, float high, bool leaves_out) {
+                                                  int e, int step, float high, bool has_max) {
     constexpr int V = sizeof(tile.a) / sizeof(tile.a[0]);
-    if (a.inner == 0.f) add_mapped<V, false>(a, st, tile, p, e, step, high, leaves_out);
-    else add_mapped<V, true>(a, st, tile, p, e, step, high, leaves_out);
+    if (a.inner == 0.f) add_mapped<V, false, Rises>(a, st, tile, p, e, step, high, has_max);
+    else add_mapped<V, true, Rises>(a, st, tile, p, e, step, high, has_max);
   }
 
-  // Sums over elements of v = exp(z - m): of v, of v times its exponent, and of v^2. Exponents of 16-bit rows
-  // are to the base of 2.
+  // Sums over elements of v = exp(z - m): of v, of v times its exponent, and of v^2.
   struct Sums {
     float sum = 0.f, depth = 0.f, squares = 0.f;
-    __device__ __forceinline__ void add(float exponent, bool counts = true) {
-      const float v = !counts ? 0.f : sizeof(T) == 4 ? expf(exponent) : quick_exp2(exponent);
-      sum += v;
-      depth = fmaf(v, fmaxf(exponent, kDeepest), depth);
+    int ones = 0, first = INT32_MAX;
+    // finite: the exponent, but not -inf.
+    __device__ __forceinline__ void add(float exponent, float finite) {
+      const float v = exponential(exponent);
+      sum += v, depth = fmaf(v, finite, depth);
       if constexpr (All) squares = fmaf(v, v, squares);
     }
+    // An element whose key is at least `top` has the maximum: it is in none of the sums, `ones` counts it,
+    // and `first` is the lowest number of one. Predicated: to select takes more instructions.
+    __device__ __forceinline__ void add(float exponent, float finite, float key, float top, int number) {
+      const float v = exponential(exponent);
+      // clang-format off
+      asm("{\n.reg .pred p;\n"
+          "setp.ge.f32 p, %5, %6;\n"
+          "@!p add.f32 %0, %0, %3;\n"
+          "@!p fma.rn.f32 %1, %3, %4, %1;\n"
+          "@p add.s32 %2, %2, 1;\n}"
+          : "+f"(sum), "+f"(depth), "+r"(ones) : "f"(v), "f"(finite), "f"(key), "f"(top));
+      if constexpr (All)
+        asm("{\n.reg .pred p;\n"
+            "setp.ge.f32 p, %4, %5;\n"
+            "@!p fma.rn.f32 %0, %2, %2, %0;\n"
+            "@p min.s32 %1, %1, %3;\n}"
+            : "+f"(squares), "+r"(first) : "f"(v), "r"(number), "f"(key), "f"(top));
+      // clang-format on
+    }
+    __device__ __forceinline__ static float exponential(float exponent) {
+      return sizeof(T) == 4 ? expf(exponent) : quick_exp2(exponent);
+    }
     __device__ __forceinline__ void add(const Sums& o) {
-      sum += o.sum, depth += o.depth;
-      if constexpr (All) squares += o.squares;
+      sum += o.sum, depth += o.depth, ones += o.ones;
+      if constexpr (All) squares += o.squares, first = min(first, o.first);
     }
   };
-  // The exponents of a vector. Those of 16-bit rows without a cap are slope x - offset in one operation.
-  // `lost` is what the offset has lost to rounding: a factor that all v have alike.
+  // A vector's exponents. Those of 16-bit rows are to the base of 2, and without a cap slope x - offset in
+  // one operation. `lost` is what the offset has lost to rounding: a factor that all exponentials have alike.
   template <bool Capped>
-  struct Reference {
+  struct Exponents {
+    static constexpr int E = kElements<T>;
+    static constexpr bool kLinear = sizeof(T) == 2 && !Capped, kFinite = sizeof(T) == 2 && Capped;
     const Args& a;
     float m, slope = 0.f, offset = 0.f, lost = 0.f;
-    static constexpr bool kLinear = sizeof(T) == 2 && !Capped;
-    __device__ __forceinline__ Reference(const Args& a, float m) : a(a), m(m) {
+    float exponent[E];
+    float key[E];    // z, or the logit of 16-bit rows
+    float value[E];  // z, or without a cap x
+    __device__ __forceinline__ Exponents(const Args& a, float m) : a(a), m(m) {
       if constexpr (kLinear) {
         const float x = __fdividef(m, a.outer);
         slope = a.outer * kLog2E, offset = slope * x, lost = fmaf(slope, x, -offset);
       }
     }
-    // Calls each(j, exponent).
-    template <int E, class View, class Each>
-    __device__ __forceinline__ void exponents(const float (&x)[E], const View& p, int e,
-                                              const Each& each) const {
+    template <class View>
+    __device__ __forceinline__ void of(const float (&x)[E], const View& p, int e) {
       if constexpr (kLinear) {  // out of bounds x is -inf
 #pragma unroll
-        for (int j = 0; j < E; j++) each(j, fmaf(slope, x[j], -offset));
+        for (int j = 0; j < E; j++) exponent[j] = fmaf(slope, x[j], -offset), key[j] = value[j] = x[j];
       } else if constexpr (sizeof(T) == 2) {
-        MappedVector<E, Capped> z(a, x);
-        if (e < p.bounds.lo || e + E > p.bounds.hi) {
+        const MappedVector<E, true> z(a, x);
 #pragma unroll
-          for (int j = 0; j < E; j++)
-            if (e + j < p.bounds.lo || e + j >= p.bounds.hi) z.omit(j);
-        }
+        for (int j = 0; j < E; j++) exponent[j] = z.exponent(a, m, j), key[j] = x[j], value[j] = z.z(a, j);
+        if (e >= p.bounds.lo && e + E <= p.bounds.hi) return;
 #pragma unroll
-        for (int j = 0; j < E; j++) each(j, z.exponent(a, m, j));
+        for (int j = 0; j < E; j++)
+          if (e + j < p.bounds.lo || e + j >= p.bounds.hi) exponent[j] = kDeepest, key[j] = kNaN;
       } else {
-        float z[E];
-        map_logits<T>(a, p, e, x, z);
+        map_logits<T>(a, p, e, x, key);
 #pragma unroll
-        for (int j = 0; j < E; j++) each(j, z[j] - m);
+        for (int j = 0; j < E; j++) exponent[j] = key[j] - m, value[j] = Capped ? key[j] : x[j];
       }
+    }
+    __device__ __forceinline__ float finite(int j) const {
+      return kFinite ? exponent[j] : fmaxf(exponent[j], kDeepest);
     }
     // Adds the sums to a state.
     __device__ __forceinline__ void add(State& st, const Sums& s) const {
@@ -239,65 +269,65 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
       const float depth = fmaf(-lost, s.sum, s.depth);
       st.depth = fmaf(-kUnit, fmaf(depth, by, depth), st.depth);
       if constexpr (All) st.squares += fmaf(s.squares, 2.f * by, s.squares);
+      if (s.ones) st.add_equals(static_cast<float>(s.ones));
     }
   };
-  template <int V, bool Capped, class Tile, class View>
+  // The lowest 16-bit logit that is mapped to `high`, as x is. With a cap it may be far below x.
+  __device__ __forceinline__ static float lowest_of_maximum(const Args& a, float x, float high) {
+    const auto logit = [](int i) {  // in ascending order
+      const uint16_t bits = static_cast<uint16_t>(i < 0 ? 0x8000 - i : i);
+      T value;
+      memcpy(&value, &bits, sizeof(bits));
+      return to_float(value);
+    };
+    const T value = from_float<T>(x);
+    uint16_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    int has = bits & 0x8000 ? 0x8000 - bits : bits, below = -0x7fff;
+    for (int i = has - 1; has - below > 1; i = has - (has - below) / 2)
+      (MappedLogit<T>(a, logit(i)).value == high ? has : below) = i;
+    return logit(has);
+  }
+  template <int V, bool Capped, bool Rises, class Tile, class View>
   __device__ __forceinline__ static void add_mapped(const Args& a, State& st, const Tile& tile, const View& p,
-                                                    int e, int step, float high, bool leaves_out) {
+                                                    int e, int step, float high, bool has_max) {
     constexpr int E = kElements<T>;
-    const Reference<Capped> reference(a, State::reference(st.m));
-    int vector = -1;
-    Sums rest;  // of that vector, without the element
-    if (leaves_out) {
-      uint4 having[1];
-#pragma unroll
-      for (int i = V - 1; i >= 0; i--) {
-        const uint4 one[1] = {tile.a[i]};
-        const int at = e + i * step;
-        if (at < p.bounds.hi && at + E > p.bounds.lo && MappedLogit<T>(a, tile_max(T(), one)).value == high)
-          vector = i, having[0] = one[0];
-      }
-      float x[E];
-      unpack(T(), having[0], x);
-      const int first = e + vector * step;
-      int element = -1;
-      map_each<T>(a, x, [&](int j, MappedLogit<T> z) {
-        const bool in = first + j >= p.bounds.lo && first + j < p.bounds.hi;
-        if (element < 0 && in && z.value == high) element = j;
-      });
-      reference.exponents(x, p, first, [&](int j, float exponent) { rest.add(exponent, j != element); });
-      if constexpr (All) st.column = p.origin + first + element;
+    Exponents<Capped> exponents(a, State::reference(st.m));
+    float top = kNaN;  // no key is as high
+    if (Rises && has_max) {
+      top = sizeof(T) == 4 ? high : tile_max(T(), tile.a);
+      if constexpr (All && sizeof(T) == 2) top = lowest_of_maximum(a, top, high);
     }
     Sums sums;
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const int first = e + i * step;
       float x[E];
       Sums own;
       tile.get_a(i, x);
-      reference.exponents(x, p, first, [&](int, float exponent) { own.add(exponent); });
-      if (i == vector) own = rest;
-      sums.add(own);
-      if constexpr (All) st.total += total_of<Capped>(a, p, first, x);
-    }
-    reference.add(st, sums);
-  }
-  // The sum of z, without a cap of x, in a vector.
-  template <bool Capped, int E, class View>
-  __device__ __forceinline__ static float total_of(const Args& a, const View& p, int first,
-                                                   const float (&x)[E]) {
-    float total = 0.f;
-    const auto add = [&](int j, float x) {
-      if constexpr (Capped) x = MappedLogit<T>(a, x).value;
-      total += x;
-    };
-    if (first >= p.bounds.lo && first + E <= p.bounds.hi) {
+      exponents.of(x, p, e + i * step);
 #pragma unroll
-      for (int j = 0; j < E; j++) add(j, x[j]);
+      for (int j = 0; j < E; j++) {
+        if constexpr (Rises)
+          own.add(exponents.exponent[j], exponents.finite(j), exponents.key[j], top, i * E + j);
+        else own.add(exponents.exponent[j], exponents.finite(j));
+      }
+      sums.add(own);
+      if constexpr (All) st.total += total_of(p, e + i * step, exponents.value);
+    }
+    exponents.add(st, sums);
+    if constexpr (All)
+      if (Rises && has_max) st.column = p.origin + e + sums.first / E * step + sums.first % E;
+  }
+  template <int E, class View>
+  __device__ __forceinline__ static float total_of(const View& p, int e, const float (&values)[E]) {
+    float total = 0.f;
+    if (e >= p.bounds.lo && e + E <= p.bounds.hi) {
+#pragma unroll
+      for (int j = 0; j < E; j++) total += values[j];
     } else {
 #pragma unroll
       for (int j = 0; j < E; j++)
-        if (first + j >= p.bounds.lo && first + j < p.bounds.hi) add(j, x[j]);
+        if (e + j >= p.bounds.lo && e + j < p.bounds.hi) total += values[j];
     }
     return total;
   }

@@ -137,6 +137,15 @@ inline void reciprocal(float& y, float x) { y = 1 / x; }
 inline void minimum_or_nan(float& y, float a, float b) {
   y = std::isnan(a) ? a : std::isnan(b) ? b : std::fmin(a, b);
 }
+// token_statistics.cuh, Sums
+inline void add_or_count(float& sum, float& depth, int& ones, float v, float by, float key, float top) {
+  if (key >= top) ones++;
+  else sum += v, depth = std::fma(v, by, depth);
+}
+inline void add_square_or_find(float& squares, int& first, float v, int number, float key, float top) {
+  if (key >= top) first = std::min(first, number);
+  else squares = std::fma(v, v, squares);
+}
 inline void xor_bits(float& x, uint32_t bits) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof(u));

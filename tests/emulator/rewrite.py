@@ -15,6 +15,8 @@ PTX = (
     (r"ex2\.approx\.ftz\.f32", "ex2"),
     (r"rcp\.approx\.ftz\.f32", "reciprocal"),
     (r"min\.NaN\.f32", "minimum_or_nan"),
+    (r"setp\.ge\.f32 p, .*@p add\.s32", "add_or_count"),
+    (r"setp\.ge\.f32 p, .*@p min\.s32", "add_square_or_find"),
     (r"xor\.b32 %0, %0, %1;", "xor_bits"),
     (r"mov\.u32 %0, %%tid\.x;", "thread_number"),
     (r"mov\.u32 %0, %%cluster_ctarank;", "cluster_rank"),

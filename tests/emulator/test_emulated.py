@@ -651,6 +651,19 @@ def test_token_statistics(dtype, vectors, suffix, more):
         assert found["is_top1"][8] and found["predicted"][9] == 2**40
 
 
+@pytest.mark.parametrize("suffix", LAYOUTS)
+@pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
+def test_first_of_what_a_cap_makes_equal(dtype, vectors, suffix):
+    rows = Rows(3, length(vectors, dtype, suffix), dtype)
+    x = np.zeros((rows.m, rows.n))
+    x[:, [1, rows.n // 2, rows.n - 1]] = 300, 500, 400
+    index = np.array([1, rows.n // 2, rows.n - 1])
+    inputs = {"logits": (dtype, x), "index": ("int32", index)}
+    outputs = rows.outputs(CALLS["all_token_statistics_forward"][2])
+    found = check("token_statistics_forward", inputs, outputs, layout=LAYOUTS[suffix], softcap=2.0)
+    assert (found["predicted"] == 1).all() and found["is_top1"].tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize("op", ["all_token_statistics_forward", "softmax_forward", "layernorm_forward"])
 def test_unaligned_rows_have_the_same_bits_wherever_they_begin(dtype, op):
     name, inputs, outputs, options = CALLS[op]

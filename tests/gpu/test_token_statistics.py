@@ -77,6 +77,24 @@ def check(a, more):
     assert (dx[~counts] == 0).all() and dx[counts & ~inside].isnan().all()
 
 
+@pytest.mark.parametrize("n", [64, 1000, 4096, 12001, 40960])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_first_of_what_a_cap_makes_equal(dtype, n):
+    """Logits far beyond the cap are mapped to one number."""
+    columns = n // 3, n // 2, n - 1
+    for m in (3, 300):
+        x = torch.zeros(m, n, device="cuda", dtype=dtype)
+        x[:, columns] = torch.tensor([300.0, 500.0, 400.0], device="cuda", dtype=dtype)
+        for column in columns:
+            index = torch.full((m,), column, device="cuda")
+            found = gander.token_statistics(x, index, softcap=2.0, outputs=STATISTICS)
+            assert (found.predicted == columns[0]).all()
+            assert (found.is_top1 == (column == columns[0])).all()
+            exact = of_torch(x.double(), index, softcap=2.0)
+            for got, wide in zip(found, exact, strict=False):
+                torch.testing.assert_close(got.double(), wide, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("n", [96, 4096, 50257])
 def test_same_bits(n):
     """On every run; and with batch_invariant, of a row alone."""
