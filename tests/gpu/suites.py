@@ -3,7 +3,7 @@
 import re
 import sys
 
-PYTEST = sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider"
+PYTEST = sys.executable, "-m", "pytest", "-q", "-rfs", "--show-capture=no", "-p", "no:cacheprovider"
 
 
 def note_of(job, file):

@@ -11,7 +11,7 @@ OPS = torch.ops.gander
 FEW = [{"label_smoothing": 0.1}, {"softcap": 4.0}, OPTIONS[-1]]
 each = pytest.mark.parametrize("more", FEW, ids=["smoothing", "cap", "all"])
 # 16-byte vectors of a row: parts of warps, warps, CTAs, clusters, and what takes two passes.
-VECTORS = (1, 9, 32, 100, 128, 700, 1024, 2050, 6500, 20000, 33000)
+VECTORS = (1, 9, 32, 100, 128, 300, 700, 1024, 2050, 6500, 20000, 33000)
 
 pytestmark = pytest.mark.usefixtures("record_kernels")
 

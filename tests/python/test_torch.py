@@ -60,6 +60,7 @@ def calls(x, weight, target):
     grad, grad_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rstd, saved = torch.rand(6, device=x.device), ops.cross_entropy(x, target, needs_lse=True)[1]
     rows, classes = torch.randn(6, device=x.device), weight.abs()
+    state = torch.rand(6, 3, device=x.device)  # of statistics
     half, brain, halves = torch.float16, torch.bfloat16, torch.cat((x, x.sin()), -1)
     norms = [
         call
@@ -165,22 +166,22 @@ def calls(x, weight, target):
                 rows.clone(),
                 rows.clone(),
                 *[None] * 4,
-                torch.rand(len(rows), 3, device=x.device),
+                state.clone(),
                 target.clone(),
             ),
             {"first": 1, "classes": 9, "narrow": True},
         ),
-        ("token_statistics_bwd", (x, target, None, torch.rand(len(rows), 3), rows, rows.cos()), {}),
-        ("token_statistics_bwd", (x, target, None, torch.rand(len(rows), 3), None, rows), {"softcap": 3.0}),
-        ("token_statistics_bwd_", (x.clone(), target, None, torch.rand(len(rows), 3), rows), {}),
+        ("token_statistics_bwd", (x, target, None, state, rows, rows.cos()), {}),
+        ("token_statistics_bwd", (x, target, None, state, None, rows), {"softcap": 3.0}),
+        ("token_statistics_bwd_", (x.clone(), target, None, state, rows), {}),
         ("soft_cross_entropy", (grad, x.abs()), {"softcap": 3.0}),
         ("soft_cross_entropy", (grad, x.abs(), weight), {"reduction": 0, "inplace_backward": True}),
         (
             "soft_cross_entropy_bwd",
-            (x, x.abs().half(), weight, rows, torch.rand(len(rows), 3)),
+            (x, x.abs().half(), weight, rows, state),
             {"reduction": 0, "label_smoothing": 0.1},
         ),
-        ("soft_cross_entropy_bwd_", (x.clone(), x.abs(), None, rows[0], torch.rand(len(rows), 3)), {}),
+        ("soft_cross_entropy_bwd_", (x.clone(), x.abs(), None, rows[0], state), {}),
         ("l2norm", (grad,), {}),
         ("l2norm_bwd", (x, x.cos(), rows), {}),
         ("logsumexp", (grad,), {}),
