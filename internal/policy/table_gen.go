@@ -1134,7 +1134,7 @@ var list46 = []Row{
 var list47 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
-	{For: 0x1, UpTo: 2048, Regime: Registers, Threads: 256, Vectors: 8},
+	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 128, Vectors: 8},
 	{For: 0x1, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
 	{For: 0x1, Below: Count{1, true}, Regime: Stream, Threads: 256, Vectors: 4, Resident: 4},
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 4, Resident: 1},
@@ -1148,29 +1148,20 @@ var list48 = []Row{
 var list49 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
-	{For: 0x1, UpTo: 1024, Regime: Registers, Threads: 128, Vectors: 8},
-	{For: 0x1, UpTo: 32768, Below: Count{1, true}, Regime: ClusterRegisters, Threads: 256, Vectors: 8, MinCTAs: 2, MaxCTAs: 16},
-	{For: 0x1, Below: Count{1, true}, Regime: Stream, Threads: 256, Vectors: 4, Resident: 4},
-	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 4, Resident: 1},
-}
-
-var list50 = []Row{
-	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
-	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 256, Vectors: 2},
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 2, Resident: 4},
 }
 
-var list51 = []Row{
+var list50 = []Row{
 	{For: 0x1, UpTo: 128, Regime: Registers, Threads: 32, Vectors: 4},
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 1, Resident: 4},
 }
 
-var list52 = []Row{
+var list51 = []Row{
 	{For: 0x1, Regime: Stream, Threads: 256, Vectors: 1, Resident: 4},
 }
 
-var list53 = []Row{
+var list52 = []Row{
 	{For: 0x1, Over: 64, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 1024, Vectors: 1},
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 8, Vectors: 4},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 16, Vectors: 4},
@@ -1186,7 +1177,7 @@ var list53 = []Row{
 	{For: 0x1, UpTo: 32768, Regime: ClusterRegisters, Threads: 512, Vectors: 4, MinCTAs: 2, MaxCTAs: 16},
 }
 
-var list54 = []Row{
+var list53 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 7, Stages: 2},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 4, Stages: 2},
@@ -1207,7 +1198,7 @@ var list54 = []Row{
 	{For: 0x1, Over: 64, UpTo: 16384, Regime: PersistentRing, Threads: 512, Vectors: 2, MinCTAs: 16, MaxCTAs: 16, Stages: 2},
 }
 
-var list55 = []Row{
+var list54 = []Row{
 	{For: 0x1, UpTo: 32, Regime: Registers, Threads: 16, Vectors: 2},
 	{For: 0x1, UpTo: 64, Regime: Registers, Threads: 32, Vectors: 2},
 	{For: 0x1, UpTo: 1024, Below: Count{1, true}, Regime: Registers, Threads: 512, Vectors: 2},
@@ -1215,7 +1206,7 @@ var list55 = []Row{
 	{For: 0x1, UpTo: 512, Regime: Registers, Threads: 512, Vectors: 2},
 }
 
-var list56 = []Row{
+var list55 = []Row{
 	{For: 0x1, Over: 32, UpTo: 64, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 10, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 128, Regime: PersistentRing, Threads: 128, Vectors: 1, Resident: 5, Stages: 3},
 	{For: 0x1, Over: 64, UpTo: 192, Regime: PersistentRing, Threads: 256, Vectors: 2, Resident: 3, Stages: 3},
@@ -1319,34 +1310,34 @@ var tables = [4][21][3][4][]Row{
 			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.BFloat16: {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.Float32:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float16:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.BFloat16: {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		SoftCrossEntropyForward: {
-			kernels.Float16:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.BFloat16: {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.Float32:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
+			kernels.Float16:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.BFloat16: {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.Float32:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list53},
 			kernels.BFloat16: {Aligned: list53},
 			kernels.Float32:  {Aligned: list53},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list54},
 			kernels.BFloat16: {Aligned: list54},
 			kernels.Float32:  {Aligned: list54},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list55},
 			kernels.BFloat16: {Aligned: list55},
 			kernels.Float32:  {Aligned: list55},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list56},
-			kernels.BFloat16: {Aligned: list56},
-			kernels.Float32:  {Aligned: list56},
 		},
 	},
 	H200: {
@@ -1426,34 +1417,34 @@ var tables = [4][21][3][4][]Row{
 			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.BFloat16: {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.Float32:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float16:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.BFloat16: {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		SoftCrossEntropyForward: {
-			kernels.Float16:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.BFloat16: {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.Float32:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
+			kernels.Float16:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.BFloat16: {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.Float32:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list53},
 			kernels.BFloat16: {Aligned: list53},
 			kernels.Float32:  {Aligned: list53},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list54},
 			kernels.BFloat16: {Aligned: list54},
 			kernels.Float32:  {Aligned: list54},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list55},
 			kernels.BFloat16: {Aligned: list55},
 			kernels.Float32:  {Aligned: list55},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list56},
-			kernels.BFloat16: {Aligned: list56},
-			kernels.Float32:  {Aligned: list56},
 		},
 	},
 	Other: {
@@ -1533,34 +1524,34 @@ var tables = [4][21][3][4][]Row{
 			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.BFloat16: {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.Float32:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float16:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.BFloat16: {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		SoftCrossEntropyForward: {
-			kernels.Float16:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.BFloat16: {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.Float32:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
+			kernels.Float16:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.BFloat16: {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.Float32:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list53},
 			kernels.BFloat16: {Aligned: list53},
 			kernels.Float32:  {Aligned: list53},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list54},
 			kernels.BFloat16: {Aligned: list54},
 			kernels.Float32:  {Aligned: list54},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list55},
 			kernels.BFloat16: {Aligned: list55},
 			kernels.Float32:  {Aligned: list55},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list56},
-			kernels.BFloat16: {Aligned: list56},
-			kernels.Float32:  {Aligned: list56},
 		},
 	},
 	OtherFast: {
@@ -1640,34 +1631,34 @@ var tables = [4][21][3][4][]Row{
 			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		AllTokenStatisticsForward: {
-			kernels.Float16:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.BFloat16: {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
-			kernels.Float32:  {Aligned: list49, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float16:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.BFloat16: {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
+			kernels.Float32:  {Aligned: list47, SameOffset: list48, MixedOffsets: list48},
 		},
 		SoftCrossEntropyForward: {
-			kernels.Float16:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.BFloat16: {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
-			kernels.Float32:  {Aligned: list50, SameOffset: list51, MixedOffsets: list51, MixedTypes: list52},
+			kernels.Float16:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.BFloat16: {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
+			kernels.Float32:  {Aligned: list49, SameOffset: list50, MixedOffsets: list50, MixedTypes: list51},
 		},
 		LayerNormForward: {
+			kernels.Float16:  {Aligned: list52},
+			kernels.BFloat16: {Aligned: list52},
+			kernels.Float32:  {Aligned: list52},
+		},
+		LayerNormBackward: {
 			kernels.Float16:  {Aligned: list53},
 			kernels.BFloat16: {Aligned: list53},
 			kernels.Float32:  {Aligned: list53},
 		},
-		LayerNormBackward: {
+		RMSNormResidualForward: {
 			kernels.Float16:  {Aligned: list54},
 			kernels.BFloat16: {Aligned: list54},
 			kernels.Float32:  {Aligned: list54},
 		},
-		RMSNormResidualForward: {
+		RMSNormResidualBackward: {
 			kernels.Float16:  {Aligned: list55},
 			kernels.BFloat16: {Aligned: list55},
 			kernels.Float32:  {Aligned: list55},
-		},
-		RMSNormResidualBackward: {
-			kernels.Float16:  {Aligned: list56},
-			kernels.BFloat16: {Aligned: list56},
-			kernels.Float32:  {Aligned: list56},
 		},
 	},
 }

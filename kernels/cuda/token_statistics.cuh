@@ -23,6 +23,10 @@ constexpr int64_t kInNoSlice = -2, kLeftOut = -3;
 // (z - m) exp(z - m) is 0 to all digits below this z - m, and it is not 0 * inf.
 constexpr float kDeepest = -1e4f;
 
+// With a maximum beyond this, 16-bit logits have exponentials of 1 and next to 0, and that of the maximum has
+// to be said to be 1: its exponent, the difference of two products, is 0 but for their rounding.
+constexpr float kFar = 0x1p13f;
+
 // What a row's state has beside m, r and e: q; the sum of z, without a cap that of x; and the first column
 // that has the maximum.
 struct AllSums {
@@ -158,9 +162,9 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     const float high = Loss::template highest<V>(a, tile, p, e, step);
     const int last = 31 - static_cast<int>(threadIdx.x) % 32;  // from this lane
     const float top = e + last * kElements<T> < p.bounds.hi ? lanes_max<32>(high) : high;
-    if (top > st.m) {
+    if (top > st.m || top == st.m && fabsf(top) > kFar) {
       st.rebase(top);
-      add_tile<true>(a, st, tile, p, e, step, high, high == top);
+      add_tile<true>(a, st, tile, p, e, step, high, high == top && high > -kInfinity);
     } else {
       add_tile<false>(a, st, tile, p, e, step, high, false);
     }
@@ -175,8 +179,8 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     add_tile<true>(a, st, tile, p, e, step, high, high == st.m && high > -kInfinity);
     st.template sum_lanes<L>();
   }
-  // Adds a tile, of which `high` is the maximum, relative to st.m. Rises: has_max says whether `high` is
-  // st.m, to which no element has been compared before.
+  // Adds a tile, of which `high` is the maximum, relative to st.m. Rises: its elements are compared with
+  // st.m, and has_max says whether `high` is that.
   template <bool Rises, class Tile, class View>
   __device__ __forceinline__ static void add_tile(const Args& a, State& st, const Tile& tile, const View& p,
                                                   int e, int step, float high, bool has_max) {
@@ -235,8 +239,9 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     float value[E];  // z, or without a cap x
     __device__ __forceinline__ Exponents(const Args& a, float m) : a(a), m(m) {
       if constexpr (kLinear) {
-        const float x = __fdividef(m, a.outer);
-        slope = a.outer * kLog2E, offset = slope * x, lost = fmaf(slope, x, -offset);
+        const float x = to_float(from_float<T>(__fdividef(m, a.outer)));  // the logit that m is
+        slope = a.outer * (fabsf(m) < 1e38f ? kLog2E : 0.25f);            // the product stays finite
+        offset = slope * x, lost = fmaf(slope, x, -offset);
       }
     }
     template <class View>
@@ -296,7 +301,7 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     float top = kNaN;  // no key is as high
     if (Rises && has_max) {
       top = sizeof(T) == 4 ? high : tile_max(T(), tile.a);
-      if constexpr (All && sizeof(T) == 2) top = lowest_of_maximum(a, top, high);
+      if constexpr (sizeof(T) == 2) top = lowest_of_maximum(a, top, high);
     }
     Sums sums;
 #pragma unroll
@@ -315,8 +320,9 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
       if constexpr (All) st.total += total_of(p, e + i * step, exponents.value);
     }
     exponents.add(st, sums);
-    if constexpr (All)
-      if (Rises && has_max) st.column = p.origin + e + sums.first / E * step + sums.first % E;
+    if constexpr (All && Rises) {
+      if (sums.ones) st.column = min(st.column, p.origin + e + sums.first / E * step + sums.first % E);
+    }
   }
   template <int E, class View>
   __device__ __forceinline__ static float total_of(const View& p, int e, const float (&values)[E]) {

@@ -8,7 +8,7 @@ using namespace gander;
 
 KERNEL(token_statistics_forward_rows_float32_8x4, 128, 8, rows_body<TokenStatisticsForward<f32, false>, 8, 4, 0>)
 KERNEL(token_statistics_forward_rows_float32_32x4, 128, 8, rows_body<TokenStatisticsForward<f32, false>, 32, 4, 0>)
-KERNEL(token_statistics_forward_rows_float32_256x8, 256, 3, rows_body<TokenStatisticsForward<f32, false>, 256, 8, kExactWarps>)
+KERNEL(token_statistics_forward_rows_float32_128x8, 128, 6, rows_body<TokenStatisticsForward<f32, false>, 128, 8, kExactWarps>)
 KERNEL(token_statistics_forward_rows_float32_32x4_unaligned, 128, 8, rows_body<TokenStatisticsForward<f32, false>, 32, 4, kUnaligned>)
 KERNEL(token_statistics_forward_rows_float32_256x8_cluster, 256, 2, rows_body<TokenStatisticsForward<f32, false>, 256, 8, kCluster | kExactWarps>)
 KERNEL(token_statistics_forward_partial_float32_256x4, 256, 4, partial_body<TokenStatisticsForward<f32, false>, 256, 4, false, false>)

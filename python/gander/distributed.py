@@ -244,7 +244,8 @@ def linear_token_statistics(
 
     What ranks have to agree on, what they see if they do not, and what a rank refuses, is as in
     token_statistics, with allreduce_dgrad among the options. chunk and keep may differ. With allreduce_dgrad
-    all ranks have to differentiate hidden, or none. torch.compile(fullgraph=True) takes the call into its
+    all ranks have to differentiate hidden, or none, and in backward ranks that do not agree may wait for each
+    other. torch.compile(fullgraph=True) takes the call into its
     graph. Transforms of torch.func are refused.
 
     Args:

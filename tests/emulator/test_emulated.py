@@ -606,8 +606,23 @@ def test_loss_options(dtype, vectors, suffix, more):
 @pytest.mark.parametrize("suffix", LAYOUTS)
 @pytest.mark.parametrize("vectors", [2, 33, 256, 2600])
 @pytest.mark.parametrize("more", [{}, {"scale": 0.5, "temperature": 0.7}, {"softcap": 3.0}])
-def test_token_statistics(dtype, vectors, suffix, more):
+def test_token_statistics(dtype, vectors, suffix, more, planner):
     """Rows that are left out, indices out of range, infinities, several tokens with the maximum."""
+    check_token_statistics(dtype, vectors, suffix, more, check)
+    if vectors > 2048 and not suffix:
+        for plan in (IN_CLUSTERS, SPLIT) if DEVICE.has_clusters() else (SPLIT,):
+
+            def planned(*call, plan=plan, **options):
+                planner(f"auto - - - {plan}" if call[0] == "token_statistics_forward" else "")
+                return check(*call, **options)
+
+            check_token_statistics(dtype, vectors, suffix, more, planned)
+
+
+IN_CLUSTERS, SPLIT = "cluster-registers 256x8 ctas=3", "stream 256x4 per-sm=8"
+
+
+def check_token_statistics(dtype, vectors, suffix, more, check):
     rows = Rows(11, length(vectors, dtype, suffix), dtype)
     x, last = rows.values(rows.m, rows.n).copy(), rows.n - 1
     index, row_mask = 1 + np.arange(rows.m) * 31 % last, np.ones(rows.m)
@@ -649,6 +664,41 @@ def test_token_statistics(dtype, vectors, suffix, more):
     if "softcap" not in more:
         assert (found["state"][7, :2] == -np.inf).all()
         assert found["is_top1"][8] and found["predicted"][9] == 2**40
+
+
+@pytest.mark.parametrize("scale", [1, 0.8, 1.2])
+@pytest.mark.parametrize(
+    "plan, vectors",
+    [
+        ("registers 8x4", 20),
+        ("registers 32x4", 100),
+        ("registers 128x8", 700),
+        (IN_CLUSTERS, 5000),
+        (SPLIT, 5000),
+        ("stream 256x4 per-sm=1", 5000),
+    ],
+)
+def test_token_statistics_of_masked_vocabularies(dtype, plan, vectors, scale, planner):
+    """Most logits, or all, have one finite number far below the others."""
+    if plan == IN_CLUSTERS and not DEVICE.has_clusters():
+        pytest.skip("the device has no clusters")
+    planner(f"auto - - - {plan}")
+    n = length(vectors, dtype, "")
+    masks = (-6e4, -2e3) if dtype == "float16" else (-3.3895e38, -1e30, -1e10, -1e9, -5e7, -1e5)
+    few = Rows(4, n, dtype).values(4, n)
+    x = np.concatenate([np.full((4, n), mask) for mask in masks])
+    x[0::4, :2] = few[0, :2]
+    x[1::4, -2:] = few[1, -2:]
+    x[2::4, n // 3 : n // 2] = few[2, n // 3 : n // 2]
+    index = np.tile([0, n - 2, n // 3, n // 2], len(masks))
+    inputs = {"logits": (dtype, x), "index": ("int32", index)}
+    every = CALLS["all_token_statistics_forward"][2].replace("mean_logit", "")  # its sum is infinite
+    for statistics in "log_prob entropy state", every:
+        outputs = Rows(len(x), n, dtype).outputs(statistics)
+        found = check("token_statistics_forward", inputs, outputs, scale=scale)
+        assert not (found["log_prob"] > 0).any() and not (found["entropy"] < 0).any()
+        finite = np.isfinite(found["log_prob"])
+        assert finite.all() or (scale > 1 and not np.isfinite(np.float32(scale * masks[0])))
 
 
 @pytest.mark.parametrize("suffix", LAYOUTS)

@@ -4,6 +4,7 @@ tokens are sharded, on the CPU with gloo: each job runs on all ranks of a pool o
 Statistics and gradients are compared with those of torch's formulas of whole rows in float64.
 """
 
+import contextlib
 import functools
 import importlib
 import re
@@ -17,6 +18,7 @@ from test_distributed_head import NEW_DTENSOR
 from test_distributed_token_statistics import HEADS, NUMBERS, SIZES, every_rank_count, mesh_of
 from test_linear_token_statistics import exact, weighted
 from test_token_statistics import OPTIONS
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
@@ -325,6 +327,9 @@ def _memory():
         with Largest() as largest, torch.no_grad():
             SHARDED(*leaves[:2], index, chunk=20, keep=keep)
         assert largest.elements == 20 * 96
+        with Largest() as largest:  # nothing to differentiate
+            SHARDED(*leaves[:2], index, chunk=20, keep=keep, outputs=("predicted",))
+        assert largest.elements < 120 * 96 / 4
 
 
 def test_memory():
@@ -595,6 +600,14 @@ def _compiled_with_others():
         in_one_graph(of_mean, "aot_eager")[0](*leaves).backward()
         assert leaves[0].grad[index >= 0].isnan().all() and not leaves[0].grad[index < 0].any()
         assert leaves[1].grad.isnan().all()
+    want, got = (leaves_of(hidden, weight, None, sizes)[:2] for _ in range(2))
+    for leaves in want, got:
+        found = SHARDED(*leaves, index, sizes=sizes, allreduce_dgrad=True)
+        autograd = compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True))
+        with autograd if leaves is got else contextlib.nullcontext():
+            (found.log_prob.sum() + found.entropy.sum()).backward()
+    torch.testing.assert_close([leaf.grad for leaf in got], [leaf.grad for leaf in want])
+
     batched = torch.func.vmap(lambda h: SHARDED(h, mine(weight, sizes), index[0], sizes=sizes)[0])
     with pytest.raises(Unsupported, match="inside a transform of torch"):
         in_one_graph(batched, "aot_eager")[0](hidden[:1])

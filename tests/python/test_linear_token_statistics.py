@@ -1,11 +1,14 @@
 """linear_token_statistics against torch's operators in float64, on each of torch's paths."""
 
+import functools
+
 import gander
 import pytest
 import torch
 import torch.nn.functional as F
 from gander._functions.token_statistics import STATISTICS
 from test_token_statistics import OPTIONS, of_torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -195,6 +198,12 @@ def test_indices_out_of_range(device, bad):
             nan = log_prob.isnan()
             assert nan[5] and nan.sum() == 1
             assert dx[5].isnan().all() and dx.isnan().sum() == K
+            # Also if its result does not count, but not in a row that is left out.
+            x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(needs[1])
+            for mask, expected in (None, K), (torch.arange(M, device=device) != 5, 0):
+                found = gander.linear_token_statistics(x, w, index, row_mask=mask, outputs=outputs, chunk=3)
+                (dx,) = torch.autograd.grad(found.log_prob, x, (index != bad).float())
+                assert dx.isnan().sum() == expected
     leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
     weighted([gander.linear_token_statistics(*leaves, index, chunk=3).entropy]).backward()
     assert not leaves[0].grad.isnan().any()  # the entropy does not depend on the index
@@ -291,12 +300,20 @@ def test_compiled_with_results_that_have_no_gradient(frozen, device):
             check(gradients, want, SINGLE)
 
 
-def test_compiled_with_dynamic_shapes(device):
-    compiled = torch.compile(gander.linear_token_statistics, fullgraph=True, dynamic=True)
-    for m in 5, 12:
-        rows = operands(device, m=m)
+@pytest.mark.parametrize("keep", ["nothing", "logits"])
+def test_compiled_with_dynamic_shapes(device, keep):
+    """A graph serves every number of rows and of tokens."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function = functools.partial(gander.linear_token_statistics, keep=keep)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for m, classes in (5, 11), (12, 11), (7, 9), (9, 10):
+        hidden, weight, index, bias = operands(device, m=m)
+        rows = hidden, weight[:classes], index % classes, bias[:classes]
         got, want = run(compiled, *rows), run(exact, *rows)
         check(got[0] + got[1], want[0] + want[1], SINGLE)
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[-1], frames
 
 
 def test_compiled_autograd(device):

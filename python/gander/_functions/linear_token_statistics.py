@@ -43,7 +43,7 @@ def linear_token_statistics(
     rounded once. The gradient of hidden is added up in float32, and so is that of bias.
 
     If weight and bias need no gradient, and no entropy is asked for, forward already makes the gradient of
-    hidden, in float32: then the step has two matrix products in place of three.
+    hidden, in float32: then the step has two matrix products in place of three. Not with a divided weight.
 
     Rows that are left out take part in the matrix products. Inside torch.func's transforms all logits are
     held.

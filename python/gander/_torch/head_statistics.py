@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from .._table import TORCH, demand
+from .._table import demand
 from . import operators_gen
 from .autograd import apply_with, refuse_constant
 from .cross_entropy import is_first_backward
@@ -18,15 +18,12 @@ from .eager import is_plain
 from .graph_operators import define
 from .linear_chunks import Sum, new_gradient, once
 from .tensors import statistic
+from .token_statistics import HEADS, MAPS, RESULTS, STATISTICS, maps_of
 
 # Tiles of columns begin at a multiple of so many elements, for vectors of 16 bytes and for the products.
 _COLUMNS = 64
 _ELSEWHERE = -(2**63)  # an ignore_index that no index equals which counts from a tile's first column
 
-RESULTS = TORCH["token_statistics"].results  # log_prob and entropy, which have gradients, come first
-STATISTICS = RESULTS[:-1]  # without the state
-MAPS = ("scale", "softcap", "temperature")  # options that map logits
-HEADS = 4  # results of floating-point numbers
 DIFFERENTIABLE = (0, 1, 3)
 
 
@@ -143,6 +140,10 @@ def _differentiate(x, weight, index, bias, row_mask, state, logits, dlog_prob, d
     return total.result() if needs_dx and by_columns else dx, dw, db
 
 
+def _outside(index, weight):
+    return (index < 0) | (index >= weight.shape[0])
+
+
 def _counts(index, row_mask, ignore_index):
     counts = index.long() != ignore_index
     return counts if row_mask is None else counts & (row_mask != 0)
@@ -204,11 +205,6 @@ def keep_slice(ctx, tensors, chunk, outputs, options, left_out, outside, sum_ove
     ctx.set_materialize_grads(False)
 
 
-def maps_of(options):
-    """The values of MAPS, of options that are not their defaults."""
-    return options.get("scale", 1.0), options.get("softcap", 0.0), options.get("temperature", 1.0)
-
-
 def gradient(ctx, *upstream, eager=False):
     """The gradients of x, weight and bias."""
     dlog_prob, dentropy, *others = upstream
@@ -216,19 +212,21 @@ def gradient(ctx, *upstream, eager=False):
         if asked and value is not None:
             dentropy = refuse_constant("linear_token_statistics", name, value, dentropy)
     *inputs, logits, made = ctx.saved_tensors
-    x, weight, index, bias, _, state = inputs
+    x, weight, index, bias, row_mask, state = inputs
     needs = [ctx.needs_input_grad[at] for at in DIFFERENTIABLE]
     given = [value for value in (dlog_prob, dentropy) if value is not None]
     sources = [source for source in (x, weight, bias) if source is not None]
     with torch.no_grad():
+        if dlog_prob is not None:  # no tile of the logits knows that an index is in none
+            outside = _outside(index, weight) if ctx.outside is None else index == ctx.outside
+            if ctx.makes:
+                outside = outside & _counts(index, row_mask, ctx.options[0])
+            dlog_prob = dlog_prob.masked_fill(outside, float("nan"))
         if ctx.makes:
             gradients = _scaled(made, dlog_prob, dentropy, x.dtype), None, None
             return once(gradients, needs, sources, given[0])
         if state.ndim == 1:  # it was not needed, because no result that was asked for has a gradient
             return once(_refused(inputs, dentropy, ctx.options[0]), needs, sources, given[0])
-        if dlog_prob is not None:  # no tile of the logits knows that an index is in none
-            outside = (index < 0) | (index >= len(weight)) if ctx.outside is None else index == ctx.outside
-            dlog_prob = dlog_prob.masked_fill(outside, float("nan"))
         compute = _gradients
         is_eager = eager and all(map(is_plain, given))
         if is_eager and logits.numel() and is_first_backward(ctx):

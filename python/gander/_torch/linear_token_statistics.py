@@ -14,10 +14,11 @@ from torch.jit import is_tracing
 from .._table import demand
 from . import operators_gen
 from .dtensor import is_dtensor
-from .head_statistics import MAPS, RESULTS, STATISTICS, apply, maps_of, run
+from .head_statistics import apply, run
 from .linear_operands import autocast, check_dtype, check_operands
 from .refusals import refuse_tangents
 from .tensors import DTYPES, dtype_of, in_shape
+from .token_statistics import MAPS, RESULTS, STATISTICS, maps_of
 
 # By default the logits of so many parts of the rows are held one after the other, of parts of the columns
 # where those of weight's gradient are made. With the sum of hidden's gradient, 8192 rows of 151936 bfloat16
@@ -75,7 +76,7 @@ def linear_token_statistics(
 
         options = more | ({"batch_invariant": True} if batch_invariant else {})
         tensors = rows, weight, labels, bias, mask
-        how = allreduce_dgrad, chunk, keeps, sizes, ignore_index, group
+        how = allreduce_dgrad, chunk, keeps and any(wanted), sizes, ignore_index, group
         results = of_slices(tensors, *how, names, options)
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     elif torch._C._are_functorch_transforms_active() or hidden.is_meta:

@@ -15,14 +15,12 @@ from torch.distributed import ProcessGroup
 from .autograd import apply_with
 from .eager import is_batched
 from .graph_operators import define
-from .head_statistics import DIFFERENTIABLE, HEADS, chunks_of, gradient, keep_slice
+from .head_statistics import DIFFERENTIABLE, chunks_of, gradient, keep_slice
 from .refusals import refuse_transforms
 from .sharded_token_statistics import (
-    DEFAULTS,
     LEFT_OUT,
     OPTIONS,
     OUTSIDE,
-    STATISTICS,
     merged,
     merged_fake,
     options_of,
@@ -33,6 +31,7 @@ from .sharded_token_statistics import (
 )
 from .slice_plan import agreement, remembered
 from .tensors import has_no_values
+from .token_statistics import HEADS, STATISTICS, maps_of
 
 _FUNCTION = "distributed.linear_token_statistics"
 
@@ -99,7 +98,7 @@ def _keep(ctx, tensors, call, group):
 
 def _sum_over(group, dx, is_eager):
     """The sum of the ranks' gradients of x. group: its name."""
-    if is_batched(dx):
+    if not is_eager and not torch.compiler.is_compiling() and is_batched(dx):
         raise NotImplementedError(
             f"gander: {_FUNCTION} with allreduce_dgrad has no batched gradients; call backward for each"
         )
@@ -131,10 +130,7 @@ def _in_graph(tensors, call):
         *call[:5],
         group,
         *(name in call.outputs for name in STATISTICS),
-        # Defaults are constants of code: see loss_values.
-        call.options.get("scale", 1.0),
-        call.options.get("softcap", 0.0),
-        call.options.get("temperature", 1.0),
+        *maps_of(call.options),
         call.options.get("batch_invariant", False),
     )
     mine, logits = _part_in_graph(*(None if t is None else t.detach() for t in tensors), *options)
@@ -209,11 +205,9 @@ def of_slices(tensors, allreduce_dgrad, chunk, keeps, sizes, ignore_index, group
     """The statistics, in the order of STATISTICS. Those that are not asked for have no elements.
 
     tensors: x, weight, index, bias, row_mask, of which x has two dimensions. sizes: the number of tokens of
-    each rank. outputs: the names of what is asked for. options: those of DEFAULTS that are others.
+    each rank. outputs: the names of what is asked for. options: those that are not their defaults.
     """
     refuse_transforms("classes are divided among ranks", _FUNCTION)
-    options = {name: options[name] for name in DEFAULTS if name in options}
-    keeps = keeps and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     call = _Call(
         allreduce_dgrad, chunk, keeps, tuple(sizes), ignore_index, group, frozenset(outputs), options
     )

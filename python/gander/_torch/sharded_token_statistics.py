@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives  # how functional collectives t
 from torch import Tensor, no_grad
 
 from .. import _debug
-from .._table import TORCH, demand
+from .._table import demand
 from . import operators_gen
 from .autograd import apply_with, once_differentiable, refuse_constant
 from .eager import is_plain, may_write
@@ -25,10 +25,9 @@ from .refusals import refuse_outer_gradients, refuse_tangents
 from .sharded_cross_entropy import batched, refuse_vmap
 from .slice_plan import agreement, chunks, compare, new_part, received, remembered, write_hash
 from .tensors import check_targets, has_no_values
+from .token_statistics import HEADS, STATISTICS, maps_of
 
 _NAME = "token_statistics"
-STATISTICS = TORCH[_NAME].results[:-1]  # log_prob and entropy, which have gradients, come first
-_HEADS = 4  # statistics of floating-point numbers
 _STATE = 3  # numbers of a row
 OUTSIDE = -2  # the local index where no slice has the index, as in kernels.go
 LEFT_OUT = -3  # the local index of a row that is left out, as in kernels.go
@@ -226,7 +225,7 @@ def _keep(ctx, logits, local, state, options, inplace_backward=False):
 
 
 def _gradient(ctx, dlog_prob, dentropy, *others):
-    for name, value in zip(STATISTICS[2:_HEADS], others, strict=True):
+    for name, value in zip(STATISTICS[2:HEADS], others, strict=True):
         if value is not None and value.numel():
             dentropy = refuse_constant(_NAME, name, value, dentropy)
     logits, local, state = ctx.saved_tensors
@@ -242,7 +241,7 @@ def _gradient(ctx, dlog_prob, dentropy, *others):
     return once_differentiable(logits.detach(), logits, *upstream)
 
 
-_apply = apply_with("token_statistics_of_slices", _forward, _gradient, [0], 6, heads=_HEADS)
+_apply = apply_with("token_statistics_of_slices", _forward, _gradient, [0], 6, heads=HEADS)
 
 
 # ---- In graphs ----
@@ -252,13 +251,8 @@ _apply = apply_with("token_statistics_of_slices", _forward, _gradient, [0], 6, h
 
 def _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, options):
     collectives, name = torch.ops._c10d_functional, group.group_name
-    more = (  # defaults are constants of code: see loss_values
-        *[statistic in outputs for statistic in STATISTICS],
-        options.get("scale", 1.0),
-        options.get("softcap", 0.0),
-        options.get("temperature", 1.0),
-        options.get("batch_invariant", False),
-    )
+    asked = [statistic in outputs for statistic in STATISTICS]
+    more = *asked, *maps_of(options), options.get("batch_invariant", False)
     given = index, row_mask, sizes, ignore_index, name, *more
     mine = _part_in_graph(logits.detach(), *given)
     every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
@@ -335,5 +329,5 @@ _merged_in_graph = define(
     _keep_in_graph,
     _gradient,
     batched=_refuse_batch,
-    heads=_HEADS,
+    heads=HEADS,
 )
