@@ -887,6 +887,16 @@ def _trl():
     return Provider({"token_statistics": function, "linear_token_statistics": of_head}, operators)
 
 
+def _verl():
+    """verl's head, in Triton."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    def of_head(x, weight, index, outputs=("log_prob", "entropy")):
+        return linear_cross_entropy(x, weight, index, 1.0, "none")[: len(outputs)]
+
+    return Provider({"linear_token_statistics": of_head}, {})
+
+
 def _gander_linear_tokens(x, weight, index, outputs=("log_prob", "entropy"), keep="nothing"):
     return gander.linear_token_statistics(x, weight, index, outputs=outputs, keep=keep)
 
@@ -1148,6 +1158,16 @@ def _liger():
     def losses(reduction, z_loss=0.0, **how):
         return functools.partial(liger_cross_entropy, reduction=reduction, lse_square_scale=z_loss, **how)
 
+    def head(x, weight, index, outputs=("log_prob", "entropy")):
+        """On Hopper in CuTe DSL, elsewhere chunks of torch's operators."""
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction  # of 0.8.5
+
+        function = LigerFusedLinearScaledCrossEntropyFunction.apply
+        if "entropy" not in outputs:
+            return (-function(x, weight, index),)
+        losses, entropy = function(x, weight, index, return_entropy=True)
+        return -losses, entropy
+
     with_options = ("smoothing", "z_loss", "softcap")
 
     return Provider(
@@ -1156,6 +1176,7 @@ def _liger():
             "rmsnorm": rmsnorm,
             "cross_entropy": liger_cross_entropy,
             "linear_cross_entropy": liger_fused_linear_cross_entropy,
+            "linear_token_statistics": head,
         },
         {
             "softmax_forward": _tuple(liger_softmax),
@@ -1307,6 +1328,7 @@ _PROVIDERS = {
     "cudnn": (_cudnn, "nvidia-cudnn-frontend"),
     "flashinfer": (_flashinfer, "flashinfer-python"),
     "trl": (_trl, "trl"),
+    "verl": (_verl, "verl"),
 }
 DEFAULT_PROVIDERS = tuple(_PROVIDERS)[:3]
 # All of gander.algorithms() but auto, which is "gander". They are listed because that call loads the library,

@@ -56,7 +56,7 @@ def main(
     providers: Annotated[
         str | None,
         typer.Option(
-            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer,trl"
+            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer,trl,verl"
         ),
     ] = None,
     ops: Annotated[

@@ -27,6 +27,7 @@ _STYLES = {
     "liger-cutedsl": dict(color="tab:brown"),
     "cudnn": dict(color="tab:purple"),
     "trl": dict(color="tab:olive"),
+    "verl": dict(color="tab:gray"),
     "liger-linear": dict(color="tab:brown"),
     "gander-linear": dict(color="tab:pink", linewidth=2),
     "gander+liger": dict(color="tab:olive", linewidth=2),

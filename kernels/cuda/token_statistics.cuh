@@ -231,7 +231,7 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
   template <bool Capped>
   struct Exponents {
     static constexpr int E = kElements<T>;
-    static constexpr bool kLinear = sizeof(T) == 2 && !Capped, kFinite = sizeof(T) == 2 && Capped;
+    static constexpr bool kLinear = sizeof(T) == 2 && !Capped;
     const Args& a;
     float m, slope = 0.f, offset = 0.f, lost = 0.f;
     float exponent[E];
@@ -264,7 +264,7 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
       }
     }
     __device__ __forceinline__ float finite(int j) const {
-      return kFinite ? exponent[j] : fmaxf(exponent[j], kDeepest);
+      return sizeof(T) == 2 && Capped ? exponent[j] : fmaxf(exponent[j], kDeepest);
     }
     // Adds the sums to a state.
     __device__ __forceinline__ void add(State& st, const Sums& s) const {
@@ -300,23 +300,23 @@ struct TokenStatisticsForward : RowOperator<TokenStatisticsForward<T_, All>> {
     Exponents<Capped> exponents(a, State::reference(st.m));
     float top = kNaN;  // no key is as high
     if (Rises && has_max) {
-      top = sizeof(T) == 4 ? high : tile_max(T(), tile.a);
-      if constexpr (sizeof(T) == 2) top = lowest_of_maximum(a, top, high);
+      if constexpr (sizeof(T) == 4) top = high;
+      else top = lowest_of_maximum(a, tile_max(T(), tile.a), high);
     }
     Sums sums;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       float x[E];
-      Sums own;
+      Sums of_vector;
       tile.get_a(i, x);
       exponents.of(x, p, e + i * step);
 #pragma unroll
       for (int j = 0; j < E; j++) {
         if constexpr (Rises)
-          own.add(exponents.exponent[j], exponents.finite(j), exponents.key[j], top, i * E + j);
-        else own.add(exponents.exponent[j], exponents.finite(j));
+          of_vector.add(exponents.exponent[j], exponents.finite(j), exponents.key[j], top, i * E + j);
+        else of_vector.add(exponents.exponent[j], exponents.finite(j));
       }
-      sums.add(own);
+      sums.add(of_vector);
       if constexpr (All) st.total += total_of(p, e + i * step, exponents.value);
     }
     exponents.add(st, sums);

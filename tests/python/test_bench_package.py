@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 # What the benchmark compares with where it is installed, and what comes with torch.
-OPTIONAL = {"quack", "triton", "liger_kernel", "transformers", "cudnn", "flashinfer", "cuda", "jax", "trl"}
+OPTIONAL = {
+    "quack",
+    "triton",
+    "liger_kernel",
+    "transformers",
+    "cudnn",
+    "flashinfer",
+    "cuda",
+    "jax",
+    "trl",
+    "verl",
+}
 
 # Not by find_spec: setuptools' import hook takes a lookup of pip for pip itself, and then leaves this process
 # the standard library's distutils, with which torch compiles nothing.

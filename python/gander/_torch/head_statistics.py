@@ -16,7 +16,7 @@ from .autograd import apply_with, refuse_constant
 from .cross_entropy import is_first_backward
 from .eager import is_plain
 from .graph_operators import define
-from .linear_chunks import Sum, new_gradient, once
+from .linear_chunks import Sum, chunks_of, new_gradient, once, product
 from .tensors import statistic
 from .token_statistics import HEADS, MAPS, RESULTS, STATISTICS, maps_of
 
@@ -70,22 +70,6 @@ def _fake(x, weight, index, bias, row_mask, ignore_index, chunk, keeps, makes, b
     )
 
 
-def chunks_of(x, weight, bias, held):
-    """The rows of each chunk, as a slice, and their logits, in held, which has those of one chunk or of all
-    rows. Without rows there is one chunk."""
-    rows = x.shape[0]
-    for first in range(0, max(rows, 1), len(held) or 1):
-        part = slice(first, min(first + len(held), rows))
-        yield part, _product(held[: part.stop - first], x[part], weight, bias)
-
-
-def _product(out, x, weight, bias):
-    """x @ weight.T + bias, in out."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
 def _wide_product(a, b, dtype):
     """a @ b with a result of this dtype."""
     if a.dtype == dtype or a.is_cuda:  # torch's products with a wider result are for GPUs
@@ -121,7 +105,7 @@ def _differentiate(x, weight, index, bias, row_mask, state, logits, dlog_prob, d
                 size = part.stop - part.start, columns.stop - columns.start
                 buffer = x.new_empty(size) if buffer is None else buffer  # the first tile is the largest
                 own = None if bias is None else bias[columns]
-                tile = _product(buffer[: size[0], : size[1]], x[part], weight[columns], own)
+                tile = product(buffer[: size[0], : size[1]], x[part], weight[columns], own)
             local = (index[part] - columns.start).clamp_(min=-1)
             given = {"index": local, "row_mask": counts[part], "state": state[part]}
             given |= {"dlog_prob": _rows(dlog_prob, part), "dentropy": _rows(dentropy, part)} | options

@@ -1,5 +1,6 @@
-"""What linear_cross_entropy and its sharded form share: the matrix products of one chunk of rows after the
-other, and when the gradients that forward makes are those that backward returns."""
+"""What heads of tokens share: the matrix products of one chunk of rows after the other. And what
+linear_cross_entropy and its sharded form do: when the gradients that forward makes are those that backward
+returns."""
 
 import math
 
@@ -50,6 +51,22 @@ def new_gradient(like, need):
     return torch.empty_like(like, memory_format=torch.contiguous_format) if need else like.new_empty(0)
 
 
+def product(out, x, weight, bias):
+    """x @ weight.T + bias, in out."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def chunks_of(x, weight, bias, held):
+    """The rows of each chunk, as a slice, and their logits, in held, which has those of one chunk or of all
+    rows. Without rows there is one chunk."""
+    rows = x.shape[0]
+    for first in range(0, max(rows, 1), len(held) or 1):
+        part = slice(first, min(first + len(held), rows))
+        yield part, product(held[: part.stop - first], x[part], weight, bias)
+
+
 class Products:
     """The logits x @ weight.T + bias of chunks of rows, in one buffer, and from their gradients dx, dw and
     db. Those that are not needed have no elements.
@@ -66,17 +83,11 @@ class Products:
         self.db = None if bias is None else Sum(bias, True)
 
     def chunks(self):
-        """The rows of each chunk, as a slice, and their logits, which the next chunk overwrites."""
+        """The rows of each chunk, as a slice, and their logits, which the next chunk overwrites. Without rows
+        there is none."""
         rows = self.x.shape[0]
-        buffer = self.x.new_empty(min(self.chunk, rows), self.weight.shape[0])
-        for first in range(0, rows, self.chunk):
-            part = slice(first, min(first + self.chunk, rows))
-            logits = buffer[: part.stop - part.start]
-            if self.bias is None:
-                torch.mm(self.x[part], self.weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias, self.x[part], self.weight.t(), out=logits)
-            yield part, logits
+        held = self.x.new_empty(min(self.chunk, rows), self.weight.shape[0])
+        return chunks_of(self.x, self.weight, self.bias, held) if rows else ()
 
     def add(self, part, dlogits):
         """Adds what the gradient of a chunk's logits contributes."""

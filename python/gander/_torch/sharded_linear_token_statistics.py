@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from .autograd import apply_with
 from .eager import is_batched
 from .graph_operators import define
-from .head_statistics import DIFFERENTIABLE, chunks_of, gradient, keep_slice
+from .head_statistics import DIFFERENTIABLE, gradient, keep_slice
+from .linear_chunks import chunks_of
 from .refusals import refuse_transforms
 from .sharded_token_statistics import (
     LEFT_OUT,

@@ -31,6 +31,7 @@ from .._table import (
 from . import dtensor
 from .dtensor import dimensions_of_classes, is_dtensor, is_shard
 from .registry import by_name, overloads
+from .token_statistics import STATISTICS
 
 _MEAN_OVER_SHARDS = (
     "reduction is 'mean' with sharded rows, expected 'sum': a mean over sharded rows would have another "
@@ -255,7 +256,7 @@ def token_statistics_of_slices(given):
     index, row_mask = (_rows_of(name, "logits", logits, of, values[of], rows) for of in ("index", "row_mask"))
     neutral = sharded_token_statistics.DEFAULTS
     options = {option: values[option] for option in neutral if values[option] != neutral[option]}
-    outputs = [result for result in sharded_token_statistics.STATISTICS if values[f"needs_{result}"]]
+    outputs = [result for result in STATISTICS if values[f"needs_{result}"]]
     results = sharded_token_statistics.of_mesh(
         mine,
         index,
@@ -269,7 +270,7 @@ def token_statistics_of_slices(given):
     )
     return *(
         _placed_by_row(value, logits, rows) if values[f"needs_{result}"] else value
-        for result, value in zip(sharded_token_statistics.STATISTICS, results, strict=True)
+        for result, value in zip(STATISTICS, results, strict=True)
     ), mine.new_empty(0)
 
 
