@@ -56,7 +56,8 @@ def main(
     providers: Annotated[
         str | None,
         typer.Option(
-            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer,trl,verl"
+            help="torch,torch.compile,gander,gander:ALGORITHM,quack,liger,liger-cutedsl,cudnn,flashinfer,"
+            "trl,verl"
         ),
     ] = None,
     ops: Annotated[

@@ -448,8 +448,10 @@ struct TokenStatisticsBackward : RowOperator<TokenStatisticsBackward<T_>> {
   }
   // Where p is nearly 1, the difference 1 - p would lose the others' share.
   __device__ __forceinline__ static float at_index(const Scalars& sc, MappedLogit<T> z) {
+    float log_sum = sc.log_sum;
+    asm volatile("" : "+f"(log_sum));  // what is computed of it here takes no registers before
     const float d = z.value - sc.max, p = exp_difference<T>(z.value, sc.max) * sc.scale;
-    const float others = d == 0.f && sc.log_sum < 0.25f ? one_minus_exp(sc.log_sum) : 1.f - p;
+    const float others = d == 0.f && log_sum < 0.25f ? one_minus_exp(log_sum) : 1.f - p;
     const float of_entropy = -sc.of_entropy * p * (fmaxf(d, kDeepest) + sc.depth);
     return fmaf(sc.of_log_prob, others, of_entropy) * z.derivative;
   }

@@ -22,5 +22,5 @@ KERNEL(all_token_statistics_forward_rows_bfloat16_256x8_cluster, 256, 2, rows_bo
 KERNEL(all_token_statistics_forward_partial_bfloat16_256x4, 256, 3, partial_body<TokenStatisticsForward<bf16, true>, 256, 4, false, false>)
 KERNEL(all_token_statistics_forward_partial_bfloat16_256x2_unaligned, 256, 4, partial_body<TokenStatisticsForward<bf16, true>, 256, 2, true, false>)
 KERNEL(all_token_statistics_forward_apply_bfloat16_256x4, 256, 4, apply_body<TokenStatisticsForward<bf16, true>, 4, false>)
-KERNEL(token_statistics_backward_elementwise_bfloat16_256x4, 256, 3, elementwise_body<TokenStatisticsBackward<bf16>, 4, false>)
+KERNEL(token_statistics_backward_elementwise_bfloat16_256x4, 256, 4, elementwise_body<TokenStatisticsBackward<bf16>, 4, false>)
 KERNEL(token_statistics_backward_elementwise_bfloat16_256x2_unaligned, 256, 4, elementwise_body<TokenStatisticsBackward<bf16>, 2, true>)

@@ -22,5 +22,5 @@ KERNEL(all_token_statistics_forward_rows_float16_256x8_cluster, 256, 2, rows_bod
 KERNEL(all_token_statistics_forward_partial_float16_256x4, 256, 3, partial_body<TokenStatisticsForward<f16, true>, 256, 4, false, false>)
 KERNEL(all_token_statistics_forward_partial_float16_256x2_unaligned, 256, 4, partial_body<TokenStatisticsForward<f16, true>, 256, 2, true, false>)
 KERNEL(all_token_statistics_forward_apply_float16_256x4, 256, 4, apply_body<TokenStatisticsForward<f16, true>, 4, false>)
-KERNEL(token_statistics_backward_elementwise_float16_256x4, 256, 3, elementwise_body<TokenStatisticsBackward<f16>, 4, false>)
+KERNEL(token_statistics_backward_elementwise_float16_256x4, 256, 4, elementwise_body<TokenStatisticsBackward<f16>, 4, false>)
 KERNEL(token_statistics_backward_elementwise_float16_256x2_unaligned, 256, 4, elementwise_body<TokenStatisticsBackward<f16>, 2, true>)

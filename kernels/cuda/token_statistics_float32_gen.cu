@@ -22,6 +22,6 @@ KERNEL(all_token_statistics_forward_rows_float32_256x8_cluster, 256, 2, rows_bod
 KERNEL(all_token_statistics_forward_partial_float32_256x4, 256, 3, partial_body<TokenStatisticsForward<f32, true>, 256, 4, false, false>)
 KERNEL(all_token_statistics_forward_partial_float32_256x2_unaligned, 256, 4, partial_body<TokenStatisticsForward<f32, true>, 256, 2, true, false>)
 KERNEL(all_token_statistics_forward_apply_float32_256x4, 256, 4, apply_body<TokenStatisticsForward<f32, true>, 4, false>)
-KERNEL(token_statistics_backward_elementwise_float32_256x4, 256, 4, elementwise_body<TokenStatisticsBackward<f32>, 4, false>)
+KERNEL(token_statistics_backward_elementwise_float32_256x4, 256, 5, elementwise_body<TokenStatisticsBackward<f32>, 4, false>)
 KERNEL(token_statistics_backward_elementwise_float32_256x2_unaligned, 256, 4, elementwise_body<TokenStatisticsBackward<f32>, 2, true>)
 KERNEL(combine_token_statistics_finish_float32_256x1_unaligned, 256, 4, combine_token_statistics_body)

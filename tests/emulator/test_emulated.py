@@ -828,6 +828,12 @@ def test_gradient_by_ctas_in_turns():
     check("cross_entropy_backward", inputs, {"dx": ("float32", saved["dx"])}, **options)
 
 
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_gradient_of_statistics_in_long_chunks(dtype, cap):
+    """So many logits that a thread takes several tiles of its chunk, whose length they do not divide."""
+    run("token_statistics_backward", 15, length(18000, dtype, ""), dtype, "", softcap=cap)
+
+
 @pytest.mark.parametrize("suffix", LAYOUTS)
 @pytest.mark.parametrize("vectors", [1, 5, 33, 180, 256, 2600])  # parts of warps, warps, CTAs, clusters
 def test_l2norm(dtype, vectors, suffix):
