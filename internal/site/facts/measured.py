@@ -16,6 +16,7 @@ STEP = "h200-636b39f-step"
 GLU = "h100-a9cf1e1a-glu"  # gated linear units
 JAX = "h100-a9cf1e1a-jax"
 LINEAR = "h200-5bb0dad"
+TOKENS, HEAD = "h200-b42fd6b3-tokens", "h200-b42fd6b3-head"
 MODELS = {"softmax": "h200-727a294", "rmsnorm": "h200-9bdc7ab", "cross_entropy": "h200-1ed7d17"}
 
 CARDS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
@@ -186,6 +187,92 @@ _CHUNKS = {
     "quack": "QuACK",
     "liger": "Liger",
     "torch.compile": "torch.compile",
+    "torch": "torch",
+}
+
+
+def tokens(dtype: str = "bfloat16", file: str = TOKENS) -> str:
+    """A table of log_prob and entropy by shape, without and with their gradient."""
+    rows = []
+    for forward in points_of("token_statistics_forward", file, "tokens", dtype=dtype):
+        m, n = forward["m"], forward["n"]
+        both = forward, *points_of("token_statistics_gradient", file, "tokens", dtype=dtype, m=m, n=n)
+        rows.append([f"{m} x {n}", *(cell for point in both for cell in _beside_trl(point))])
+    columns = ["rows", *_BESIDE_TRL, *(f"with gradient: {name}" for name in _BESIDE_TRL)]
+    return table_of(columns, rows, f"{card(file)}, {dtype}. {named(file)}")
+
+
+def tokens_by_option(m: int = 8192, n: int = 151936, file: str = TOKENS) -> str:
+    """A table of statistics of tokens by option, without and with the gradient of log_prob and entropy."""
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        for option, label in _OF_TOKENS.items():
+            cells = []
+            for which in ("forward", "gradient"):
+                op = f"token_statistics_{option}{which}"
+                found = report.of(records_of(file), "tokens", op=op, dtype=dtype, m=m, n=n)
+                cells += _beside_trl(found[-1])[:2] if found else ["", ""]
+            rows.append([dtype, label, *cells])
+    columns = ["dtype", "", *_BESIDE_TRL[:2], *(f"with gradient: {name}" for name in _BESIDE_TRL[:2])]
+    return table_of(columns, rows, f"{card(file)}, {m} x {n}. {named(file)}", align="llr")
+
+
+def _beside_trl(point: dict) -> list[str]:
+    mine = point["results"]["gander"]
+    over = ratios([point], "trl")
+    return [f"{mine['us']:.1f}", f"{mine['ratio']:.2f}", f"{over[0]:.2f}" if over else ""]
+
+
+_BESIDE_TRL = ("us", "of the limit", "over TRL")
+_OF_TOKENS = {
+    "": "log_prob, entropy",
+    "temperature_": "with a temperature",
+    "softcap_": "with a softcap",
+    "masked_": "half of the rows masked",
+    "all_": "all outputs",
+}
+
+
+def heads(file: str = HEAD) -> str:
+    """A table of a head's log_prob and entropy with gradients: time and memory of each contestant."""
+    points = {p["mode"]: p for p in report.of(records_of(file), "head")}
+    trained, first = points["trained"]["results"], points["trained"]
+    rows = []
+    for name, label in _HEADS.items():
+        cells = []
+        for mode in _HEAD_MODES:
+            figures = points[mode]["results"][name]
+            cells += [f"{figures['us'] / 1000:.1f}", f"{figures['peak MiB']:.0f}"]
+        cells.insert(2, f"{trained[name]['dw off'] / trained['torch']['dw off']:.2f}")
+        rows.append([label, *cells])
+    for which, label in (("again", "the products, logits made again"), ("kept", "the products, logits kept")):
+        each = [f"{points[mode]['matmuls'][which]['us'] / 1000:.1f}" for mode in _HEAD_MODES]
+        rows.append([f"{label}, alone", each[0], "", "", each[1], "", each[2], ""])
+    columns = [
+        "",
+        "trained: ms",
+        "MiB",
+        "error of dW",
+        "frozen: ms",
+        "MiB",
+        "frozen, log_prob alone: ms",
+        "MiB",
+    ]
+    versions = first["versions"]
+    others = ", ".join(f"{_HEADS[name]} {versions[name]}" for name in ("torch", "trl", "verl", "liger"))
+    note = f"Log-probabilities and entropies of {first['m']} tokens with gradients, {sections.HIDDEN} hidden "
+    note += f"columns, {first['n']} words: time, memory besides the gradients, and the error of dW over "
+    note += f"torch's. {card(file)}, {first['dtype']}, {others}. {named(file)}"
+    return table_of(columns, rows, note)
+
+
+_HEAD_MODES = ("trained", "frozen", "frozen, log_prob")
+_HEADS = {
+    "gander": "gander",
+    "gander-kept": '`keep="logits"`',
+    "liger": "Liger",
+    "trl": "TRL",
+    "verl": "verl",
     "torch": "torch",
 }
 
