@@ -30,7 +30,6 @@ from .sharded_token_statistics import (
     part_of,
     plan_of,
 )
-from .slice_plan import agreement, remembered
 from .tensors import has_no_values
 from .token_statistics import HEADS, STATISTICS, maps_of
 
@@ -51,15 +50,11 @@ class _Call(NamedTuple):
 
     def plan(self, x, weight, index, row_mask):
         """What has the shape of all logits, and what this rank knows of the call."""
-        logits, rank = x.new_empty(()).expand(x.shape[0], weight.shape[0]), self.group.rank()
+        logits = x.new_empty(()).expand(x.shape[0], weight.shape[0])
         options = self.outputs, tuple(self.options.items())
-        plan = plan_of(logits, index, row_mask, rank, self.sizes, self.ignore_index, *options)
-        text = f"{plan.text}, hidden of {x.shape[1]} columns, allreduce_dgrad {self.allreduce_dgrad}"
-        _, number, contradiction = remembered(
-            (text, rank, self.sizes, logits.shape[1]),
-            lambda: agreement("weight", logits, rank, self.sizes, text),
-        )
-        return logits, plan._replace(text=text, hash=number, contradiction=contradiction)
+        besides = f", hidden of {x.shape[1]} columns, allreduce_dgrad {self.allreduce_dgrad}"
+        given = self.group.rank(), self.sizes, self.ignore_index, *options, "weight", besides
+        return logits, plan_of(logits, index, row_mask, *given)
 
 
 # ---- The statistics, and their gradient ----

@@ -47,25 +47,28 @@ class _Plan(NamedTuple):
 
 
 def plan_of(logits, index, row_mask, *given) -> _Plan:
-    """Checks a rank's own arguments. given: the rank, the sizes, ignore_index, the outputs, and pairs of
-    options and their values."""
+    """Checks a rank's own arguments. given: the rank, the sizes, ignore_index, the outputs, pairs of options
+    and their values, and of other functions the name of what has the classes and what the ranks have to agree
+    on besides."""
     tensors = (None if t is None else (t.shape, t.dtype, t.device) for t in (logits, index, row_mask))
     return remembered((*tensors, *given), lambda: _made(logits, index, row_mask, *given))
 
 
-def _made(logits, index, row_mask, rank, sizes, ignore_index, outputs, options) -> _Plan:
+def _made(
+    logits, index, row_mask, rank, sizes, ignore_index, outputs, options, name="logits", besides=""
+) -> _Plan:
     _check(logits, index, row_mask)
     masked = "no row_mask" if row_mask is None else f"a row_mask of {row_mask.dtype}"
     text = (
         f"rows {tuple(index.shape)} of {logits.dtype}, an index of {index.dtype}, {masked}, ignore_index "
-        f"{ignore_index}, outputs {' '.join(name for name in STATISTICS if name in outputs)}"
+        f"{ignore_index}, outputs {' '.join(output for output in STATISTICS if output in outputs)}"
     )
-    text += "".join(f", {name} {value}" for name, value in options)
+    text += "".join(f", {option} {value}" for option, value in options) + besides
     try:  # a rank without tokens would not see that a value is refused
         operators_gen.token_statistics(logits.new_empty(0, 1), index.new_empty(0), **dict(options))
     except RuntimeError as error:
         raise explained(error) from None
-    first, number, contradiction = agreement("logits", logits, rank, sizes, text)
+    first, number, contradiction = agreement(name, logits, rank, sizes, text)
     return _Plan(sizes, first, ignore_index, outputs, text, number, contradiction, dict(options))
 
 
