@@ -126,6 +126,25 @@ var storedOperators = map[string]func(c storedCase, first, second, out kernels.M
 	"cross_entropy_backward one pass": func(_ storedCase, first, _, out kernels.Matrix) request {
 		return requestOf(&crossEntropyBackward{X: first, DX: out, Reduction: kernels.ReduceMean, OnePass: true})
 	},
+	"cross_entropy_forward with options": func(_ storedCase, first, _, _ kernels.Matrix) request {
+		return requestOf(&crossEntropyForward{X: first, ZLoss: 1})
+	},
+	"cross_entropy_forward_dx with options": func(_ storedCase, first, _, out kernels.Matrix) request {
+		return requestOf(&crossEntropyForward{X: first, DX: out, ZLoss: 1})
+	},
+	"cross_entropy_backward with options": func(_ storedCase, first, _, out kernels.Matrix) request {
+		return requestOf(&crossEntropyBackward{X: first, DX: out, ZLoss: 1})
+	},
+	"token_statistics_forward": func(_ storedCase, first, _, _ kernels.Matrix) request {
+		return (&tokenStatisticsForward{Logits: first}).request(&kernels.TokenStatistics{})
+	},
+	"token_statistics_forward all": func(_ storedCase, first, _, _ kernels.Matrix) request {
+		every := kernels.TokenStatistics{MeanLogit: kernels.Vector{Data: at(0)}}
+		return (&tokenStatisticsForward{Logits: first}).request(&every)
+	},
+	"token_statistics_backward": func(_ storedCase, first, _, out kernels.Matrix) request {
+		return (&tokenStatisticsBackward{Logits: first, DLogits: out}).request()
+	},
 	"layernorm_forward": func(_ storedCase, first, _, out kernels.Matrix) request {
 		n := (&layerNormForward{X: first, Y: out}).norm()
 		return n.forwardRequest()

@@ -489,7 +489,8 @@ func stream(q *query, row *policy.Row) *plan {
 const idleWaves = 8
 
 // manyVectors of an SM are several for each thread in each of several waves. From there on a CTA of the
-// gradient of statistics takes longer chunks: its threads wait for seven scalars of the row at first.
+// gradient of statistics takes longer chunks: its threads wait for seven scalars of the row at first. Short
+// rows, which share CTAs, were not measured.
 //
 // Measured on an H200 with 8192 x 151936, by vectors of a thread, us: bfloat16 4 1250, 6 1215, 8 1187, 12
 // 1226, 16 1380, below a cap 1338, 1266, 1211, 1232, 1389; float32 4 2358, 6 2336, 8 2380, 12 2583, below a
@@ -519,7 +520,7 @@ func elementwise(q *query, _ *policy.Row) *plan {
 		perThread = 1
 	case perSM <= 1024:
 		perThread = 2
-	case perSM > manyVectors && q.op == kernels.TokenStatisticsBackward && !q.unaligned:
+	case perSM > manyVectors && q.vectors >= 512 && q.op == kernels.TokenStatisticsBackward && !q.unaligned:
 		perThread = 8
 		if q.x == kernels.Float32 {
 			perThread = 6

@@ -104,10 +104,7 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 	if s.X.Rows == 0 {
 		return nil
 	}
-	r := request{
-		op: kernels.TokenStatisticsBackward, Choice: a.Choice, x: a.Logits.DType,
-		layout: layoutOf(true, a.Logits, a.DLogits), m: a.Logits.Rows, n: a.Logits.Cols,
-	}
+	r := a.request()
 	k, err := c.start(ordinal, r)
 	if err != nil {
 		return err
@@ -117,6 +114,13 @@ func (a *tokenStatisticsBackward) cuda(c *Call, ordinal int32) error {
 	args.DLogProb, args.DLogProbStride = input(s.DLogProb.Data), s.DLogProb.Stride
 	args.DEntropy, args.DEntropyStride = input(s.DEntropy.Data), s.DEntropy.Stride
 	return k.launch(unsafe.Pointer(&args))
+}
+
+func (a *tokenStatisticsBackward) request() request {
+	return request{
+		op: kernels.TokenStatisticsBackward, Choice: a.Choice, x: a.Logits.DType,
+		layout: layoutOf(true, a.Logits, a.DLogits), m: a.Logits.Rows, n: a.Logits.Cols,
+	}
 }
 
 // tokenStatistics fills in the arguments that forward and backward share.
