@@ -311,6 +311,7 @@ func numbers(b []byte, p *plan) []byte {
 	add(p.chunk, int64(p.splits), int64(p.stages), int64(p.depth), int64(p.prefetch), int64(p.prefetchFrom))
 	add(int64(p.partials), int64(s.partial), int64(s.dwPartial), int64(s.rowLosses), int64(s.logits))
 	add(int64(s.denominator), int64(s.size), int64(p.taken))
+	add(int64(p.parts), int64(p.rowsPerCTA), int64(p.rowThreads))
 	return b
 }
 

@@ -866,15 +866,16 @@ def _gander_tokens_gradient(**how):
 
 def _trl():
     """TRL's fused kernel for logits in hand, and its head of chunks."""
-    from trl.trainer.utils import _ChunkedLogProbFunction, _fused_logprob_entropy
+    from trl.trainer import utils
 
     def of_head(x, weight, index, outputs=("log_prob", "entropy")):
         names = tuple(name.replace("log_prob", "log_probs") for name in outputs)
-        results = _ChunkedLogProbFunction.apply(x, weight, None, index, 1.0, 8192, None, 1.0, names)
+        columns = utils._CHUNKED_LOGPROB_CHUNK_SIZE  # of a chunk, as its trainers have it
+        results = utils._ChunkedLogProbFunction.apply(x, weight, None, index, 1.0, columns, None, 1.0, names)
         return results[: len(outputs)]
 
     def function(x, index, row_mask=None, temperature=1.0):
-        return _fused_logprob_entropy(x, index, temperature=temperature, row_mask=row_mask)
+        return utils._fused_logprob_entropy(x, index, temperature=temperature, row_mask=row_mask)
 
     def forward(**how):
         return _direct(functools.partial(function, **how))

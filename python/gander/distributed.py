@@ -243,7 +243,8 @@ def linear_token_statistics(
     refused, because index has more rows than hidden.
 
     What ranks have to agree on, what they see if they do not, and what a rank refuses, is as in
-    token_statistics, with allreduce_dgrad among the options. chunk and keep may differ. With allreduce_dgrad
+    token_statistics, with allreduce_dgrad and whether there is a bias among the options. The gradient of
+    hidden of a slice without classes is 0 even then. chunk and keep may differ. With allreduce_dgrad
     all ranks have to differentiate hidden, or none, and in backward ranks that do not agree may wait for each
     other. torch.compile(fullgraph=True) takes the call into its
     graph. Transforms of torch.func are refused.
@@ -253,7 +254,7 @@ def linear_token_statistics(
         weight: (n, K), this rank's slice. One of another dtype is cast to hidden's. Without sizes and
             classes, all ranks have the same n.
         index: hidden.shape[:-1], as in token_statistics, the same on all ranks.
-        bias: (n) or None. One of another dtype is cast to hidden's.
+        bias: (n) or None, on all ranks alike. One of another dtype is cast to hidden's.
         group: A process group of torch.distributed, by default the whole world.
         sizes: The n of each rank, for slices that differ in size. They may be 0.
         classes: As in token_statistics.

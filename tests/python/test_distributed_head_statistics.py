@@ -476,6 +476,7 @@ def _disagreements(sizes):
         {"allreduce_dgrad": True},
         {"row_mask": torch.ones(3, 4)[:, :].bool()},
         {"index": index.int()},
+        {"bias": torch.zeros(len(head))},
         {"sizes": (sizes[0] + 1, *sizes[1:])},
         {"hidden": hidden[..., :7], "weight": head[:, :7]},
     ):

@@ -243,16 +243,17 @@ def heads(file: str = HEAD) -> str:
         for mode in _HEAD_MODES:
             figures = points[mode]["results"][name]
             cells += [f"{figures['us'] / 1000:.1f}", f"{figures['peak MiB']:.0f}"]
-        cells.insert(2, f"{trained[name]['dw off'] / trained['torch']['dw off']:.2f}")
+        cells[2:2] = (f"{trained[name][off] / trained['torch'][off]:.2f}" for off in ("dx off", "dw off"))
         rows.append([label, *cells])
     for which, label in (("again", "the products, logits made again"), ("kept", "the products, logits kept")):
         each = [f"{points[mode]['matmuls'][which]['us'] / 1000:.1f}" for mode in _HEAD_MODES]
-        rows.append([f"{label}, alone", each[0], "", "", each[1], "", each[2], ""])
+        rows.append([f"{label}, alone", each[0], "", "", "", each[1], "", each[2], ""])
     columns = [
         "",
         "trained: ms",
         "MiB",
-        "error of dW",
+        "error of dhidden",
+        "of dW",
         "frozen: ms",
         "MiB",
         "frozen, log_prob alone: ms",
@@ -261,7 +262,7 @@ def heads(file: str = HEAD) -> str:
     versions = first["versions"]
     others = ", ".join(f"{_HEADS[name]} {versions[name]}" for name in ("torch", "trl", "verl", "liger"))
     note = f"Log-probabilities and entropies of {first['m']} tokens with gradients, {sections.HIDDEN} hidden "
-    note += f"columns, {first['n']} words: time, memory besides the gradients, and the error of dW over "
+    note += f"columns, {first['n']} words: time, memory besides the gradients, and errors of gradients over "
     note += f"torch's. {card(file)}, {first['dtype']}, {others}. {named(file)}"
     return table_of(columns, rows, note)
 

@@ -7,7 +7,6 @@ one more with class weights or label smoothing (slice_smoothing.py), along with 
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
 from torch import Tensor
 
 from .. import _debug
@@ -19,7 +18,18 @@ from .eager import is_batched
 from .graph_operators import define
 from .kernels import explained
 from .refusals import refuse_gradients, refuse_outer_gradients, refuse_tangents
-from .slice_plan import check, chunks, compare, new_part, plan_of, received, slice_of, write_hash
+from .slice_plan import (
+    check,
+    chunks,
+    compare,
+    gather,
+    gather_in_graph,
+    new_part,
+    plan_of,
+    received,
+    slice_of,
+    write_hash,
+)
 from .tensors import check_targets, has_no_values
 
 _OF_LOGITS = ("scale", "softcap", "temperature")  # options that map logits
@@ -131,10 +141,7 @@ def part_of(x, target, local, weight, group, plan):
 
 def gathered(x, target, local, weight, group, plan):
     """What all ranks have sent."""
-    mine = part_of(x, target, local, weight, group, plan)
-    every = mine.new_empty(len(plan.sizes) * mine.numel())
-    dist.all_gather_into_tensor(every, mine, group=group)
-    return every
+    return gather(part_of(x, target, local, weight, group, plan), group)
 
 
 def count(weight, smoothing):
@@ -239,10 +246,10 @@ _apply = apply_with("cross_entropy_of_slices", _forward, _gradient, [0], 6)
 
 
 def _in_graph(x, target, weight, group, sizes, ignore_index, reduction, more):
-    collectives, name = torch.ops._c10d_functional, group.group_name
+    name = group.group_name
     options = target, weight, sizes, ignore_index, reduction, name, *more
     mine = _part_in_graph(x.detach(), *options)
-    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
+    every = gather_in_graph(mine, len(sizes), name)
     return _combined_in_graph(x, every, *options)[0]
 
 

@@ -29,7 +29,7 @@ from .sharded_cross_entropy import (
     refuse_beside_weight,
 )
 from .sharded_heads import Slices
-from .slice_plan import Plan, new_part, plan_of, slice_of, write_hash
+from .slice_plan import Plan, gather_in_graph, new_part, plan_of, slice_of, write_hash
 from .slice_smoothing import gradient as gradient_of_slice
 from .tensors import has_no_values, statistic
 
@@ -293,9 +293,8 @@ _combined_in_graph = define(
 def _in_graph(given, call, group):
     x, weight, target, bias, *_, upstream = given
     options = *call[:4], group, *call[5:7], *call.more
-    collectives = torch.ops._c10d_functional
     mine = _part_in_graph(*(None if t is None else t.detach() for t in (x, weight, target, bias)), *options)
-    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(call.sizes), group))
+    every = gather_in_graph(mine, len(call.sizes), group)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
     made = to_make(x, upstream, call.reduction, needs, compiling=True)
     return _combined_in_graph(*given, every, *options, *made)[0]

@@ -30,6 +30,7 @@ from .sharded_token_statistics import (
     part_of,
     plan_of,
 )
+from .slice_plan import gather, gather_in_graph
 from .tensors import has_no_values
 from .token_statistics import HEADS, STATISTICS, maps_of
 
@@ -48,11 +49,12 @@ class _Call(NamedTuple):
     outputs: frozenset[str]
     options: dict[str, Any]  # without defaults
 
-    def plan(self, x, weight, index, row_mask):
+    def plan(self, x, weight, index, bias, row_mask):
         """What has the shape of all logits, and what this rank knows of the call."""
         logits = x.new_empty(()).expand(x.shape[0], weight.shape[0])
         options = self.outputs, tuple(self.options.items())
-        besides = f", hidden of {x.shape[1]} columns, allreduce_dgrad {self.allreduce_dgrad}"
+        besides = f", hidden of {x.shape[1]} columns, {'no' if bias is None else 'a'} bias, "
+        besides += f"allreduce_dgrad {self.allreduce_dgrad}"
         given = self.group.rank(), self.sizes, self.ignore_index, *options, "weight", besides
         return logits, plan_of(logits, index, row_mask, *given)
 
@@ -63,26 +65,24 @@ class _Call(NamedTuple):
 def _part(x, weight, index, bias, row_mask, call):
     """What the other ranks need of this one, and the logits of all rows, or no elements."""
     with torch.autocast(x.device.type, enabled=False):  # an operator may run under it
-        logits, plan = call.plan(x, weight, index, row_mask)
+        logits, plan = call.plan(x, weight, index, bias, row_mask)
         held = x.new_empty(x.shape[0] if call.keeps else min(call.chunk, x.shape[0]), weight.shape[0])
         chunks = chunks_of(x, weight, bias, held)
         mine = part_of(logits, index.long(), row_mask, call.group, plan, chunks, "weight")
         return mine, held if call.keeps else x.new_empty(0)
 
 
-def _whole(x, weight, index, row_mask, every, call):
+def _whole(x, weight, index, bias, row_mask, every, call):
     """The statistics, and what backward reads: the state, and the index counted from this slice."""
-    _, plan = call.plan(x, weight, index, row_mask)
+    _, plan = call.plan(x, weight, index, bias, row_mask)
     return merged(every, index.long(), row_mask, plan)
 
 
 def _forward(ctx, *given):
     *tensors, call = given
-    x, weight, index, bias, row_mask = tensors
+    x, weight, _, bias, _ = tensors
     mine, logits = _part(*given)
-    every = mine.new_empty(len(call.sizes) * mine.numel())
-    dist.all_gather_into_tensor(every, mine, group=call.group)
-    *results, state, local = _whole(x, weight, index, row_mask, every, call)
+    *results, state, local = _whole(*tensors, gather(mine, call.group), call)
     _keep(ctx, (x, weight, local, bias, None, state, logits), call, call.group.group_name)
     return tuple(results)
 
@@ -121,7 +121,7 @@ _apply = apply_with(
 
 
 def _in_graph(tensors, call):
-    collectives, group = torch.ops._c10d_functional, call.group.group_name
+    group = call.group.group_name
     options = (
         *call[:5],
         group,
@@ -130,7 +130,7 @@ def _in_graph(tensors, call):
         call.options.get("batch_invariant", False),
     )
     mine, logits = _part_in_graph(*(None if t is None else t.detach() for t in tensors), *options)
-    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(call.sizes), group))
+    every = gather_in_graph(mine, len(call.sizes), group)
     return _results_in_graph(*tensors, logits, every, *options)[: len(STATISTICS)]
 
 
@@ -154,7 +154,7 @@ def _part_fake(x, weight, index, bias, row_mask, allreduce_dgrad, chunk, keeps, 
 
 
 def _results_kernel(x, weight, index, bias, row_mask, logits, every, *options):
-    return _whole(x, weight, index, row_mask, every, _resolved(*options))
+    return _whole(x, weight, index, bias, row_mask, every, _resolved(*options))
 
 
 def _results_fake(x, weight, index, bias, row_mask, logits, every, allreduce_dgrad, chunk, keeps, *more):

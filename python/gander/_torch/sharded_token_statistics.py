@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
 from torch import Tensor, no_grad
 
 from .. import _debug
@@ -23,7 +22,17 @@ from .graph_operators import define
 from .kernels import explained
 from .refusals import refuse_outer_gradients, refuse_tangents
 from .sharded_cross_entropy import batched, refuse_vmap
-from .slice_plan import agreement, chunks, compare, new_part, received, remembered, write_hash
+from .slice_plan import (
+    agreement,
+    chunks,
+    compare,
+    gather,
+    gather_in_graph,
+    new_part,
+    received,
+    remembered,
+    write_hash,
+)
 from .tensors import check_targets, has_no_values
 from .token_statistics import HEADS, STATISTICS, maps_of
 
@@ -213,9 +222,7 @@ def _dtype(name, every):
 
 def _forward(ctx, logits, index, row_mask, group, plan, inplace_backward):
     index = index.long().contiguous()
-    mine = part_of(logits, index, row_mask, group, plan)
-    every = mine.new_empty(len(plan.sizes) * mine.numel())
-    dist.all_gather_into_tensor(every, mine, group=group)
+    every = gather(part_of(logits, index, row_mask, group, plan), group)
     *results, state, local = merged(every, index, row_mask, plan)
     _keep(ctx, logits, local, state, plan.options, inplace_backward and logits.numel())
     return tuple(results)
@@ -253,12 +260,12 @@ _apply = apply_with("token_statistics_of_slices", _forward, _gradient, [0], 6, h
 
 
 def _in_graph(logits, index, row_mask, group, sizes, ignore_index, outputs, options):
-    collectives, name = torch.ops._c10d_functional, group.group_name
+    name = group.group_name
     asked = [statistic in outputs for statistic in STATISTICS]
     more = *asked, *maps_of(options), options.get("batch_invariant", False)
     given = index, row_mask, sizes, ignore_index, name, *more
     mine = _part_in_graph(logits.detach(), *given)
-    every = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, len(sizes), name))
+    every = gather_in_graph(mine, len(sizes), name)
     return _merged_in_graph(logits, every, *given)[: len(STATISTICS)]
 
 

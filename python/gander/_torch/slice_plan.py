@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # how functional collectives treat fake tensors
 
 from .._table import LOSS_OPTIONS, REDUCTIONS
 from . import operators_gen
@@ -133,6 +134,19 @@ def write_hash(mine, numbers, plan):
         padding.zero_()  # so that the same bits are sent on each run
 
 
+def gather(mine, group):
+    """What all ranks of a group send, one after the other."""
+    every = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return every
+
+
+def gather_in_graph(mine, ranks, group):
+    """The same by a functional collective. group: its name."""
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(mine, ranks, group))
+
+
 def received(every, each, rows, plan):
     """What the ranks have sent, (ranks, each, rows), with NaN for a rank of another hash."""
     every = every.view(len(plan.sizes), -1)
@@ -156,8 +170,7 @@ def compare(x, target, group, plan, names=("x", "target")):
     checksum = int(((target.flatten().long() + 1) * odd).sum())
     mine = f"{plan.hash} {x.shape[-1]} {checksum} {plan.text}, sizes {plan.sizes}".encode()
     mine = torch.frombuffer(bytearray(mine[:_TEXT].ljust(_TEXT)), dtype=torch.uint8).to(x.device)
-    every = mine.new_empty(group.size() * mine.numel())
-    dist.all_gather_into_tensor(every, mine, group=group)
+    every = gather(mine, group)
     rows = [bytes(row).decode(errors="replace").rstrip() for row in every.view(group.size(), -1).tolist()]
     hashes, counts, checksums, texts = zip(*(row.split(" ", 3) for row in rows), strict=True)
     counts = tuple(map(int, counts))
