@@ -259,9 +259,8 @@ func (tokenBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s
 		w.funcs.subtract(below, z, T(s.a))
 		w.funcs.expScale(dx, z, T(s.a), T(scale))
 		for i, p := range dx {
-			if p != 0 { // z may be -inf where it is
-				dx[i] = T(float64(p) * (s.c - s.d*float64(below[i])))
-			}
+			// z - m may be -inf where p is 0. There too c may be NaN, which the whole row then is.
+			dx[i] = T(float64(p) * (s.c - s.d*max(float64(below[i]), -deepest)))
 		}
 		if k := t.column - j; t.valid && 0 <= k && k < n {
 			dx[k] = T(s.b)

@@ -187,6 +187,27 @@ def test_rows_that_are_left_out(device, outputs, needs):
     check(got[0] + got[1], want[0] + want[1], SINGLE)
 
 
+@pytest.mark.parametrize("keep", ["nothing", "logits"])
+@pytest.mark.parametrize("outputs", [DIFFERENTIABLE, DIFFERENTIABLE[:1]], ids=len)
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_rows_that_are_left_out_whatever_comes_back(device, keep, outputs, compiles):
+    """An importance ratio may overflow where the mask leaves a token out: 0 times inf comes back."""
+    hidden, weight, index, _ = operands(device)
+    mask = torch.arange(M, device=device) != 4
+    index[6] = -100
+
+    def gradient(hidden):
+        given = {"row_mask": mask, "outputs": outputs, "keep": keep, "chunk": 3}
+        return gander.linear_token_statistics(hidden, weight, index, **given).log_prob
+
+    for bad in torch.nan, torch.inf:
+        leaf = hidden.clone().requires_grad_()
+        upstream = torch.ones(M, device=device).masked_fill_(~mask | (index == -100), bad)
+        log_prob = (torch.compile(gradient, backend="aot_eager") if compiles else gradient)(leaf)
+        (dx,) = torch.autograd.grad(log_prob, leaf, upstream)
+        assert not dx[[4, 6]].any() and dx.isfinite().all() and dx[0].any()
+
+
 @pytest.mark.parametrize("bad", [V, -1, 2**40])
 def test_indices_out_of_range(device, bad):
     hidden, weight, index, _ = operands(device)

@@ -203,11 +203,10 @@ def gradient(ctx, *upstream, eager=False):
     with torch.no_grad():
         if dlog_prob is not None:  # no tile of the logits knows that an index is in none
             outside = _outside(index, weight) if ctx.outside is None else index == ctx.outside
-            if ctx.makes:
-                outside = outside & _counts(index, row_mask, ctx.options[0])
             dlog_prob = dlog_prob.masked_fill(outside, float("nan"))
         if ctx.makes:
-            gradients = _scaled(made, dlog_prob, dentropy, x.dtype), None, None
+            counts = _counts(index, row_mask, ctx.options[0])
+            gradients = _scaled(made, counts, dlog_prob, dentropy, x.dtype), None, None
             return once(gradients, needs, sources, given[0])
         if state.ndim == 1:  # it was not needed, because no result that was asked for has a gradient
             return once(_refused(inputs, dentropy, ctx.options[0]), needs, sources, given[0])
@@ -232,12 +231,13 @@ def _refused(inputs, refused, ignore_index):
     return refused[:, None].expand(x.shape).contiguous(), *others
 
 
-def _scaled(made, dlog_prob, refused, dtype):
-    """The gradient of x, from that for an upstream gradient of 1. A row with an upstream gradient of 0 has
-    none. refused: None, or NaN for rows with a gradient of another result, elsewhere 0."""
+def _scaled(made, counts, dlog_prob, refused, dtype):
+    """The gradient of x, from that for an upstream gradient of 1. A row that does not count has none, whatever
+    its upstream gradient is, nor has one with an upstream gradient of 0. refused: None, or NaN for rows with
+    a gradient of another result, elsewhere 0."""
     factors = dlog_prob if refused is None else refused if dlog_prob is None else dlog_prob + refused
-    factors = factors[:, None]
-    return torch.where(factors == 0, 0, made * factors).to(dtype)
+    has_gradient = counts & (factors != 0)
+    return torch.where(has_gradient[:, None], made * factors[:, None], 0).to(dtype)
 
 
 run = define(
