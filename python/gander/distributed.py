@@ -251,10 +251,10 @@ def linear_token_statistics(
 
     Args:
         hidden: (..., K), the same on all ranks, as in gander.linear_token_statistics.
-        weight: (n, K), this rank's slice. One of another dtype is cast to hidden's. Without sizes and
+        weight: (n, K), this rank's slice. Cast to hidden's dtype, but for float64. Without sizes and
             classes, all ranks have the same n.
         index: hidden.shape[:-1], as in token_statistics, the same on all ranks.
-        bias: (n) or None, on all ranks alike. One of another dtype is cast to hidden's.
+        bias: (n) or None, on all ranks alike. Cast to hidden's dtype, but for float64.
         group: A process group of torch.distributed, by default the whole world.
         sizes: The n of each rank, for slices that differ in size. They may be 0.
         classes: As in token_statistics.

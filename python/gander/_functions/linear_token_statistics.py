@@ -56,9 +56,9 @@ def linear_token_statistics(
     Args:
         hidden: (..., K), of float16, bfloat16 or float32 (on the CPU also float64). Under autocast hidden,
             weight and bias are cast, as in torch.nn.functional.linear.
-        weight: (V, K). One of another dtype is cast to hidden's.
+        weight: (V, K). Cast to hidden's dtype, but for float64.
         index: hidden.shape[:-1], as in token_statistics.
-        bias: (V) or None. One of another dtype is cast to hidden's.
+        bias: (V) or None. Cast to hidden's dtype, but for float64.
         temperature: As in token_statistics.
         softcap: As in token_statistics.
         scale: As in token_statistics.

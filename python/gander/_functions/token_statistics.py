@@ -91,8 +91,8 @@ def token_statistics(
 
     Returns:
         A named tuple of the outputs, each of logits.shape[:-1]: float32 (float64 for float64), is_top1 bool,
-        predicted int64. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch; with a NaN or +inf
-        its predicted is -1.
+        predicted int64. Of a row with a NaN or +inf, or of -inf alone, the first three are NaN, as in torch;
+        with a NaN or +inf its predicted is -1.
 
     Raises:
         TypeError: A dtype, or an argument of another type.
