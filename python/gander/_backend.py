@@ -85,7 +85,7 @@ class Backend(Operators, Protocol):
         """The loss and the log-sum-exp of rows whose targets' logits come apart."""
 
     def linear_cross_entropy(self, *arguments: Any) -> Any:
-        """The loss of a linear layer's result."""
+        """By name, the loss of a linear layer's result and what comes with it."""
 
     def linear_token_statistics(self, *arguments: Any) -> Any:
         """The statistics of the tokens whose logits a linear layer makes."""

@@ -342,6 +342,7 @@ def _refusals():
         None,
         distributed(weight_ce, shard).detach(),
     )
+    refused(error, "weight is a DTensor with outputs", a, b, target, outputs=("loss", "lse"))
     on_grid = distributed(weight, replicate, shard, mesh=grid)
     refused(error, "weight is on DeviceMesh.*expected a mesh of one dimension", a, on_grid, target)
     moved = distributed(x, replicate, mesh=reverse)

@@ -101,6 +101,70 @@ def test_shapes(device):
     check([loss, dx[None], dw], run(reference, x[:1], weight, target[:1]), torch.float32)
 
 
+OUTPUTS = ("loss", "z_loss", "lse", "predicted", "is_top1")
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_outputs(device, dtype, reduction, compiles):
+    """Those of cross_entropy, and the gradients of the loss without them."""
+    x, weight, target, bias, _ = given(device, dtype, m=12)
+    x, target, options = x.view(3, 4, K), target.view(3, 4), {"z_loss": 0.01, "softcap": 3.0}
+    options |= {"temperature": 0.7, "label_smoothing": 0.1, "reduction": reduction}
+
+    def call(x, weight, target, bias, **more):
+        return gander.linear_cross_entropy(x, weight, target, bias, chunk=5, **options, **more)
+
+    def with_outputs(x, weight, target, bias):
+        return call(x, weight, target, bias, outputs=OUTPUTS)
+
+    torch._dynamo.reset()
+    function = torch.compile(with_outputs, backend="aot_eager", fullgraph=True) if compiles else with_outputs
+    logits = F.linear(x, weight, bias)
+    want = gander.cross_entropy(logits, target, **options, outputs=OUTPUTS)
+    found = function(x, weight, target, bias)
+    assert found._fields == OUTPUTS
+    check(found[:3], want[:3], dtype)
+    assert torch.equal(found.predicted, want.predicted) and torch.equal(found.is_top1, want.is_top1)
+    with_loss = run(lambda *tensors: function(*tensors).loss, x, weight, target, bias)
+    for a, b in zip(with_loss, run(call, x, weight, target, bias), strict=True):
+        torch.testing.assert_close(a, b)
+
+    # Other gradients are refused.
+    for name in "lse", "z_loss":
+        leaf = x.clone().requires_grad_()
+        found = function(leaf, weight, target, bias)
+        wrong = total(found.loss) + total(getattr(found, name))
+        if not compiles:
+            with pytest.raises(NotImplementedError, match="lse or z_loss of linear_cross_entropy has no"):
+                wrong.backward()
+        else:
+            wrong.backward()
+            assert leaf.grad[target != -100].isnan().all()
+
+
+def test_outputs_elsewhere(device):
+    x, weight, target, bias, weight_ce = given(device)
+    found = gander.linear_cross_entropy(x[:0], weight, target[:0], outputs=OUTPUTS, reduction="none")
+    assert [value.shape for value in found] == [(0,)] * 5
+    meta = [t.to("meta") for t in (x, weight, target)]
+    assert gander.linear_cross_entropy(*meta, outputs=("predicted",)).predicted.shape == (M,)
+
+    def loss(x):
+        return gander.linear_cross_entropy(x, weight, target, outputs=("lse", "loss")).loss
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(x), leaf.grad)
+    few = gander.linear_cross_entropy(x, weight, target, bias, weight_ce, outputs=["is_top1", "loss"])
+    assert few._fields == ("is_top1", "loss")
+    torch.testing.assert_close(few.loss, gander.linear_cross_entropy(x, weight, target, bias, weight_ce))
+    head = gander.nn.LinearCrossEntropy(K, V, device=device, outputs=("loss", "predicted"))
+    assert torch.equal(head(x, target).predicted[:3], F.linear(x, head.weight)[:3].argmax(-1))
+    with pytest.raises(ValueError, match="outputs is .*, expected None or a tuple of different names"):
+        gander.linear_cross_entropy(x, weight, target, outputs=("accuracy",))
+
+
 def test_rows_that_do_not_count(device):
     x, weight, target, _, _ = given(device)
     for chunk in 3, M:

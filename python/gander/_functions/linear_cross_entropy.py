@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import _debug
 from .._backend import BACKENDS, backend_of, is_tensor
 from .._table import REDUCTIONS, Reduction
 from .._words import integer, kind
 from .arguments import FAILURES, check_targets, code_of, loss_options, overridden, refuse_z_loss
-from .cross_entropy import check_sum
+from .cross_entropy import OUTPUTS, CrossEntropyOutput, LossOutput, check_sum
+from .named_tuples import check_outputs, named_tuple
 from .probabilities import refuse_probabilities
 
 if TYPE_CHECKING:
@@ -23,6 +25,52 @@ def check_chunks(chunk: Any, accumulate: Any) -> None:
         raise ValueError(f"chunk is {chunk}, expected {expected}")
     if accumulate is not None:
         code_of("accumulate", accumulate, ("float32",), "None or ")
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = ...,
+    weight_ce: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    divisor: float | Tensor | None = ...,
+    upstream: float | Tensor | None = ...,
+    chunk: int | None = ...,
+    *,
+    accumulate: Literal["float32"] | None = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    outputs: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = ...,
+    weight_ce: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    divisor: float | Tensor | None = ...,
+    upstream: float | Tensor | None = ...,
+    chunk: int | None = ...,
+    *,
+    accumulate: Literal["float32"] | None = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    scale: float = ...,
+    softcap: float | None = ...,
+    temperature: float = ...,
+    outputs: Sequence[LossOutput],
+) -> CrossEntropyOutput: ...
 
 
 def linear_cross_entropy(
@@ -43,7 +91,8 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-) -> Tensor:
+    outputs: Sequence[LossOutput] | None = None,
+) -> Any:
     """cross_entropy(x @ weight.T + bias, target), which never holds all logits. Torch tensors only.
 
     Differentiable in x, weight and bias. Ignored rows take part in the matrix products. Inside torch.func's
@@ -80,16 +129,19 @@ def linear_cross_entropy(
         scale: As in cross_entropy.
         softcap: As in cross_entropy.
         temperature: As in cross_entropy.
+        outputs: As in cross_entropy, but "z_loss" and "lse" have no gradient. All but the loss come from
+            another read of each chunk's logits.
 
     Returns:
-        The loss, as cross_entropy returns it.
+        The loss, or a named tuple of the outputs, as cross_entropy returns them.
 
     Raises:
         TypeError: A dtype, or an argument of another type.
         ValueError: A shape, or an option.
         IndexError: A target, under set_debug(True).
-        NotImplementedError: A nested or sparse tensor, other placements of DTensors, or an option that a
-            sharded weight does not have.
+        NotImplementedError: A nested or sparse tensor, other placements of DTensors, an option that a sharded
+            weight does not have, or a gradient of "z_loss" or "lse", except in a graph of torch.compile,
+            which cannot raise: there all gradients are NaN, or with "none" those of its row.
         RuntimeError: The device, the driver, or memory.
 
     Examples:
@@ -99,13 +151,13 @@ def linear_cross_entropy(
     ops = BACKENDS.get(type(x)) or backend_of(x)
     others = weight, target, bias, weight_ce
     if ops is None or any(type(value) not in BACKENDS and backend_of(value) is None for value in others):
-        handed: Tensor = overridden(linear_cross_entropy, locals())
-        return handed
+        return overridden(linear_cross_entropy, locals())
     if not is_tensor(x):
         raise TypeError(f"x is {kind(x)}, expected a torch.Tensor")
     code = code_of("reduction", reduction, REDUCTIONS)
     check_sum(divisor, upstream, reduction)
     check_chunks(chunk, accumulate)
+    names = ("loss",) if outputs is None else check_outputs(outputs, OUTPUTS, "None or ")
     options = loss_options(label_smoothing, z_loss, scale, softcap, temperature)
     if weight_ce is not None and reduction == "mean":
         refuse_z_loss(options, "weight_ce")
@@ -114,7 +166,7 @@ def linear_cross_entropy(
     try:
         if _debug.is_enabled and hasattr(weight, "shape"):
             check_targets(ops, weight.shape[0], target, ignore_index)
-        loss: Tensor = ops.linear_cross_entropy(
+        found = ops.linear_cross_entropy(
             x,
             weight,
             target,
@@ -127,9 +179,12 @@ def linear_cross_entropy(
             chunk,
             accumulate is not None,
             options,
+            names,
         )
     except FAILURES as error:
         refuse_probabilities(ops, x, target)
         given = {"x": x, "weight": weight, "target": target, "bias": bias, "weight_ce": weight_ce}
         raise ops.explained(error, **given) from None
-    return loss
+    if outputs is None:
+        return found["loss"]
+    return named_tuple("CrossEntropyOutput", names, [found[name] for name in names])

@@ -205,20 +205,21 @@ def cross_entropy_outputs(
     )
     return {
         "loss": loss,
-        "z_loss": _z_loss(loss, lse, options.get("z_loss", 0.0), reduction, divisor, statistics),
+        "z_loss": z_loss_of(loss, lse, options.get("z_loss", 0.0), reduction, divisor, statistics[-1]),
         "lse": lse,
         "predicted": predicted,
         "is_top1": is_top1,
     }
 
 
-def _z_loss(loss, lse, factor, reduction, divisor, statistics):
-    """The z-loss's part of the loss."""
+def z_loss_of(loss, lse, factor, reduction, divisor, count):
+    """The z-loss's part of the loss. count: the number of rows that count, by which a mean divides: one with
+    class weights has no z-loss."""
     if not factor:  # of an lse that is infinite too
         return torch.zeros_like(loss)
     squares = factor * lse.square()
     if reduction == NONE:
         return squares
     if reduction == MEAN:
-        divisor = statistics[-1]  # the number of rows that count: a z-loss in a mean goes without weights
+        divisor = count
     return squares.sum() if divisor is None else squares.sum() / divisor

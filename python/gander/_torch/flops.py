@@ -13,7 +13,7 @@ from . import linear_cross_entropy, linear_token_statistics  # noqa: F401 - defi
 
 def products(x, weight, *others, **options) -> int:
     """x: (M, K), weight: (V, K): the shapes of the operator's arguments."""
-    (rows, columns), (classes, _), (needs_dx, needs_dw, _) = x, weight, others[-3:]
+    (rows, columns), (classes, _), (needs_dx, needs_dw, *_) = x, weight, others[-4:]
     return 2 * rows * columns * classes * (1 + needs_dx + needs_dw)
 
 

@@ -232,9 +232,9 @@ def _refused(inputs, refused, ignore_index):
 
 
 def _scaled(made, counts, dlog_prob, refused, dtype):
-    """The gradient of x, from that for an upstream gradient of 1. A row that does not count has none, whatever
-    its upstream gradient is, nor has one with an upstream gradient of 0. refused: None, or NaN for rows with
-    a gradient of another result, elsewhere 0."""
+    """The gradient of x, from that for an upstream gradient of 1. A row that does not count has none,
+    whatever its upstream gradient is, nor has one with an upstream gradient of 0. refused: None, or NaN for
+    rows with a gradient of another result, elsewhere 0."""
     factors = dlog_prob if refused is None else refused if dlog_prob is None else dlog_prob + refused
     has_gradient = counts & (factors != 0)
     return torch.where(has_gradient[:, None], made * factors[:, None], 0).to(dtype)

@@ -2,7 +2,8 @@
 
 The operator gander::linear_cross_entropy computes the losses of a chunk, lets the loss kernel write their
 gradient over the logits, and multiplies that into dx and dw. So forward already makes the gradients, for the
-upstream gradient that is expected. If backward brings another one, they are scaled, or made again.
+upstream gradient that is expected. If backward brings another one, they are scaled, or made again. What else
+a caller asks for of the rows, the kernel for statistics of tokens finds in a chunk's logits before that.
 """
 
 import math
@@ -15,8 +16,9 @@ from torch.jit import is_tracing
 
 from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import operators_gen
-from .autograd import apply_with
+from .autograd import apply_with, refuse_constant
 from .cross_entropy import is_first_backward, loss_values
+from .cross_entropy_outputs import cross_entropy_outputs, z_loss_of
 from .dtensor import is_dtensor
 from .eager import is_batched, is_traced
 from .graph_operators import define
@@ -24,6 +26,7 @@ from .linear_chunks import Products, is_same, new_gradient, once, rescale, to_ma
 from .linear_operands import autocast, check_dtype, check_operands
 from .refusals import refuse_tangents
 from .tensors import NARROW, dtype_of, in_shape, scalar, statistic
+from .token_statistics import MAPS
 
 _PARTS = 4  # by default the logits of a quarter of the rows are held at a time
 # Gradients are made for an upstream gradient whose size lies between these. Made for another, such as 0, they
@@ -37,19 +40,23 @@ _SMALLEST, _LARGEST = 2.0**-64, 2.0**64
 def _compute(
     x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more
 ):
-    """The loss and the gradients dx, dw and db. Those that are not needed have no elements.
+    """The loss, the log-sum-exps of rows, the gradients dx, dw and db, the predicted classes and whether they
+    are the targets. Those that are not needed have no elements.
 
     x: (M, K). weight: (V, K). wide: dw is accumulated in float32. upstream: the gradient of the loss: one
     element, or with reduction none one for each row.
     """
     with torch.autocast(x.device.type, enabled=False):  # backward may run under it
         options = dict(zip(LOSS_OPTIONS, more, strict=False))
-        needs = more[len(LOSS_OPTIONS) :]
+        *needs, predicts = more[len(LOSS_OPTIONS) :]
         if reduction == MEAN:
             divisor = weights_of_rows(target, weight_ce, weight.shape[0], ignore_index, x.dtype).sum()
         products = Products(x, weight, bias, needs, chunk, wide)
         losses = [x.new_empty(0, dtype=statistic(x.dtype))]
+        rows = [_of_rows(x.new_empty(0, weight.shape[0]), target[:0], ignore_index, options)]
         for part, logits in products.chunks():
+            if predicts:
+                rows.append(_of_rows(logits, target[part], ignore_index, options))
             given = {"target": target[part], "weight": weight_ce, "ignore_index": ignore_index, **options}
             if not any(needs):
                 loss, _ = operators_gen.cross_entropy(logits, **given, divisor=divisor, reduction=NONE)
@@ -68,13 +75,25 @@ def _compute(
             loss = loss.sum()
             if not x.shape[0] and divisor is not None:
                 loss /= divisor
-        return loss, *products.gradients()
+        lse, predicted, is_top1 = map(torch.cat, zip(*rows, strict=True))
+        return loss, lse, *products.gradients(), predicted, is_top1
+
+
+def _of_rows(logits, target, ignore_index, options):
+    """The log-sum-exps of rows, their predicted classes, and whether they are the targets."""
+    needs = {"needs_is_top1": True, "needs_predicted": True, "needs_state": True}
+    given = needs | {"ignore_index": ignore_index} | {name: options[name] for name in MAPS}
+    *_, is_top1, predicted, state = operators_gen.token_statistics(logits, target, **given)
+    return (state[:, 0] + state[:, 1]).masked_fill(target == ignore_index, 0), predicted, is_top1
 
 
 def _fake(x, weight, target, bias, weight_ce, divisor, upstream, ignore_index, reduction, chunk, wide, *more):
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=statistic(x.dtype))
-    bias = x if bias is None else bias
-    return loss, *map(new_gradient, (x, weight, bias), more[len(LOSS_OPTIONS) :])
+    *needs, predicts = more[len(LOSS_OPTIONS) :]
+    gradients = map(new_gradient, (x, weight, x if bias is None else bias), needs)
+    rows = target.shape if predicts else (0,)
+    predictions = x.new_empty(rows, dtype=torch.int64), x.new_empty(rows, dtype=torch.bool)
+    return loss, loss.new_empty(rows), *gradients, *predictions
 
 
 # ---- Its gradient ----
@@ -84,8 +103,8 @@ _TENSORS, _DIFFERENTIABLE = 7, (0, 1, 3)
 
 
 def _keep(ctx, inputs, results):
-    ctx.save_for_backward(*inputs[:_TENSORS], *results[1:])
-    *ctx.options, needs_dx, needs_dw, needs_db = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *results[2:5])
+    *ctx.options, needs_dx, needs_dw, needs_db, _ = inputs[_TENSORS:]
     ctx.made = [needs_dx, needs_dw, needs_db]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable()  # none of the results: to differentiate those gradients raises an error
@@ -94,6 +113,21 @@ def _keep(ctx, inputs, results):
 def _needs(ctx):
     """Which of dx, dw and db autograd needs."""
     return [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+
+
+def _of_loss(ctx, dloss, dlse):
+    """The upstream gradient of the loss. That of the log-sum-exps is refused, in a graph by NaN."""
+    if dlse is None or not dlse.numel():
+        return dloss
+    refused = refuse_constant("linear_cross_entropy", "lse or z_loss", dlse, None)
+    _, reduction, *_ = ctx.options
+    refused = refused if reduction == NONE else refused.sum()
+    return refused if dloss is None else dloss + refused
+
+
+def _again(inputs, dloss, options, needs):
+    """dx, dw and db for this upstream gradient."""
+    return _run(*inputs, dloss, *options, *needs, False)[2:5]
 
 
 def _gradients_in_graph(ctx, saved, dloss, has_made=True):
@@ -108,7 +142,7 @@ def _gradients_in_graph(ctx, saved, dloss, has_made=True):
                 for gradient, need in zip(gradients, needs, strict=True)
             ]
         else:
-            _, *gradients = _run(*inputs, dloss, *ctx.options, *needs)
+            gradients = _again(inputs, dloss, ctx.options, needs)
     return once(gradients, needs, [inputs[at] for at in _DIFFERENTIABLE], dloss)
 
 
@@ -116,12 +150,14 @@ _run = define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? weight_ce, "
     "Tensor? divisor, Tensor? upstream, SymInt ignore_index, SymInt reduction, SymInt chunk, bool wide, "
     f"{''.join(f'float {name}, ' for name in LOSS_OPTIONS)}"
-    "bool needs_dx, bool needs_dw, bool needs_db) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool needs_dx, bool needs_dw, bool needs_db, bool predicts) -> (Tensor loss, Tensor lse, Tensor dx, "
+    "Tensor dw, Tensor db, Tensor predicted, Tensor is_top1)",
     _compute,
     _fake,
     _keep,
-    lambda ctx, dloss: _gradients_in_graph(ctx, ctx.saved_tensors, dloss),
+    lambda ctx, *upstream: _gradients_in_graph(ctx, ctx.saved_tensors, _of_loss(ctx, *upstream)),
     _DIFFERENTIABLE,
+    heads=2,
 )
 
 
@@ -137,14 +173,17 @@ def _expected(upstream, x):
 
 
 def _forward(ctx, *inputs):
+    *inputs, predicts = inputs
     made = to_make(inputs[0], inputs[_TENSORS - 1], inputs[_TENSORS + 1], _needs(ctx))
-    results = _run(*inputs, *made)
-    _keep(ctx, (*inputs, *made), results)
+    inputs = *inputs, *made, predicts
+    loss, lse, *_, predicted, is_top1 = results = _run(*inputs)
+    _keep(ctx, inputs, results)
     ctx.returned = False
-    return results[0]
+    return loss, lse, predicted, is_top1
 
 
-def _eager_gradients(ctx, dloss):
+def _eager_gradients(ctx, dloss, dlse):
+    dloss = _of_loss(ctx, dloss, dlse)
     saved, needs = ctx.saved_tensors, _needs(ctx)
     *inputs, upstream = saved[:_TENSORS]
     # Hooks on saved tensors may change strides.
@@ -164,14 +203,19 @@ def _eager_gradients(ctx, dloss):
         rescale([gradient for gradient, has in zip(made, ctx.made, strict=True) if has], dloss, upstream)
     if not keep:
         with torch.no_grad():
-            _, *made = _run(*inputs, dloss, *ctx.options, *needs)
+            made = _again(inputs, dloss, ctx.options, needs)
     # autograd may add to what is returned. Through .data that does not increment the version of a saved
     # tensor, for which a later backward pass would be refused.
     return once([gradient.data for gradient in made], needs, [inputs[at] for at in _DIFFERENTIABLE], dloss)
 
 
 _apply = apply_with(
-    "linear_cross_entropy", _forward, _eager_gradients, _DIFFERENTIABLE, _TENSORS + 4 + len(LOSS_OPTIONS)
+    "linear_cross_entropy",
+    _forward,
+    _eager_gradients,
+    _DIFFERENTIABLE,
+    _TENSORS + 5 + len(LOSS_OPTIONS),
+    heads=2,
 )
 
 
@@ -201,14 +245,20 @@ def _check_dtypes(x, weight, bias, weight_ce):
 
 
 def linear_cross_entropy(
-    x, weight, target, bias, weight_ce, ignore_index, reduction, divisor, upstream, chunk, wide, more
-) -> Tensor:
-    """gander.linear_cross_entropy, which has its documentation."""
+    x, weight, target, bias, weight_ce, ignore_index, reduction, divisor, upstream, chunk, wide, more, names
+) -> dict[str, Tensor]:
+    """gander.linear_cross_entropy, which has its documentation, by name. names: of what is asked for."""
     _check(x, weight, target, bias, weight_ce)
     if forward_ad._current_level >= 0:
         refuse_tangents((x, weight, bias))
     slices = None
+    predicts = names != ("loss",)
     if is_dtensor(weight):  # of torch.distributed, which takes long to import
+        if predicts:
+            raise NotImplementedError(
+                "weight is a DTensor with outputs, expected a plain tensor; leave outputs out, and take what "
+                "else is wanted from gander.linear_token_statistics"
+            )
         from . import sharded_heads
         from . import sharded_linear_cross_entropy as sharded
 
@@ -238,18 +288,36 @@ def linear_cross_entropy(
             wide,
             more,
         )
-        return slices.whole(loss.view(target.shape) if reduction == NONE else loss)
+        return {"loss": slices.whole(loss.view(target.shape) if reduction == NONE else loss)}
     # Transforms need operators that they can differentiate, and logits on meta take no memory.
     if torch._C._are_functorch_transforms_active() or x.is_meta:
         logits = torch.nn.functional.linear(rows, weight, bias)
         given = {"ignore_index": ignore_index, "reduction": reduction, "one_pass": False, **more}
+        if predicts:
+            del given["one_pass"]
+            given |= {"batch_invariant": False, "inplace_backward": False}
+            found = cross_entropy_outputs(names, logits, labels, weight_ce, divisor, **given)
+            return {name: _in_shape(found[name], target) for name in names}
         loss, _ = operators_gen.cross_entropy(logits, labels, weight_ce, divisor, **given)
-    elif torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
-        loss = _apply(rows, weight, labels, bias, weight_ce, divisor, upstream, *options)
+        return {"loss": _in_shape(loss, target)}
+    if torch.is_grad_enabled() and not (is_compiling() or is_tracing()):
+        given = rows, weight, labels, bias, weight_ce, divisor, upstream, *options, predicts
+        loss, lse, predicted, is_top1 = _apply(*given)
     else:
         # torch.jit.trace compares its graph with one that is traced without gradients.
         makes = torch.is_grad_enabled() and not is_tracing()
         needs = [makes and tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)]
         made = to_make(rows, upstream, reduction, needs, compiling=True)
-        loss = _run(rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made)[0]
-    return in_shape(loss, target.shape) if reduction == NONE and target.ndim != 1 else loss
+        given = rows, weight, labels, bias, weight_ce, divisor, upstream, *options, *made, predicts
+        loss, lse, *_, predicted, is_top1 = _run(*given)
+    found = {"loss": loss}
+    if predicts:
+        count = weights_of_rows(labels, None, weight.shape[0], ignore_index, x.dtype).sum()
+        z_loss = z_loss_of(loss, lse, more.get("z_loss", 0.0), reduction, divisor, count)
+        found |= {"z_loss": z_loss, "lse": lse, "predicted": predicted, "is_top1": is_top1}
+    return {name: _in_shape(value, target) for name, value in found.items()}
+
+
+def _in_shape(value, target):
+    """What there is of each row, in the shape of target."""
+    return in_shape(value, target.shape) if value.ndim and target.ndim != 1 else value

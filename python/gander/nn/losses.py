@@ -204,8 +204,8 @@ class LinearCrossEntropy(nn.Linear):
     """The last layer of a model and its loss, without the logits of all rows: gander.linear_cross_entropy.
 
     A torch.nn.Linear of out_features classes, with its state_dict, whose forward takes input, target, divisor
-    and upstream, and returns the loss. So it can take the place of a model's head, share an embedding's
-    weight, and be sharded by FSDP, or by classes: see gander.linear_cross_entropy.
+    and upstream, and returns the loss, or what outputs names. So it can take the place of a model's head,
+    share an embedding's weight, and be sharded by FSDP, or by classes: see gander.linear_cross_entropy.
 
     Args:
         in_features: The size of the last dimension of input.
@@ -223,6 +223,7 @@ class LinearCrossEntropy(nn.Linear):
         scale: As there.
         softcap: As there.
         temperature: As there.
+        outputs: As there: forward returns a named tuple.
 
     Raises:
         TypeError, ValueError: An argument that is not supported; in forward also as
@@ -254,6 +255,7 @@ class LinearCrossEntropy(nn.Linear):
         scale: float = 1.0,
         softcap: float | None = None,
         temperature: float = 1.0,
+        outputs: Sequence[LossOutput] | None = None,
     ) -> None:
         check_size("in_features", in_features)
         check_size("out_features", out_features)
@@ -274,6 +276,7 @@ class LinearCrossEntropy(nn.Linear):
         self.chunk, self.accumulate = chunk, accumulate
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.scale, self.softcap, self.temperature = scale, softcap, temperature
+        self.outputs = None if outputs is None else check_outputs(outputs, OUTPUTS, "None or ")
 
     def forward(  # type: ignore[override]
         self,
@@ -281,7 +284,7 @@ class LinearCrossEntropy(nn.Linear):
         target: Tensor,
         divisor: float | Tensor | None = None,
         upstream: float | Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         try:
             return linear_cross_entropy(
                 input,
@@ -300,6 +303,7 @@ class LinearCrossEntropy(nn.Linear):
                 scale=self.scale,
                 softcap=self.softcap,
                 temperature=self.temperature,
+                outputs=self.outputs,
             )
         except FAILURES as error:
             raise explained(error, NAMES, input=input) from None
