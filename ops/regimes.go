@@ -493,9 +493,9 @@ const idleWaves = 8
 // fewer than 512 vectors, unaligned ones, and few rows with BatchInvariant, which have the chunks of many,
 // were not measured.
 //
-// Measured on an H200 with 8192 x 151936 and 1 MiB prefetched, by vectors of a thread, us: bfloat16 4 1250, 6 1215, 8 1187, 12
-// 1226, 16 1380, below a cap 1338, 1266, 1211, 1232, 1389; float32 4 2358, 6 2336, 8 2380, 12 2583, below a
-// cap 2666, 2477, 2350, 2596.
+// Measured on an H200 with 8192 x 151936 and 1 MiB prefetched, by vectors of a thread, us: bfloat16 4 1250,
+// 6 1215, 8 1187, 12 1226, 16 1380, below a cap 1338, 1266, 1211, 1232, 1389; float32 4 2358, 6 2336, 8 2380,
+// 12 2583, below a cap 2666, 2477, 2350, 2596.
 const manyVectors = 1 << 15
 
 // elementwise computes each element of the output by itself. The rows' statistics are an input. Any number of

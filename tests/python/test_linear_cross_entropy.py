@@ -161,7 +161,7 @@ def test_outputs_elsewhere(device):
     torch.testing.assert_close(few.loss, gander.linear_cross_entropy(x, weight, target, bias, weight_ce))
     head = gander.nn.LinearCrossEntropy(K, V, device=device, outputs=("loss", "predicted"))
     assert torch.equal(head(x, target).predicted[:3], F.linear(x, head.weight)[:3].argmax(-1))
-    with pytest.raises(ValueError, match="outputs is .*, expected None or a tuple of different names"):
+    with pytest.raises(ValueError, match=r"outputs is .*, expected None or a tuple of different names"):
         gander.linear_cross_entropy(x, weight, target, outputs=("accuracy",))
 
 

@@ -205,30 +205,10 @@ def test_opcheck_of_every_op(data):
     }
     x, _, target = data
     every = calls(*data)
-    every.append(
-        (
-            "linear_cross_entropy",
-            (
-                x,
-                x.cos(),
-                target % 6,
-                *[None] * 4,
-                -100,
-                1,
-                4,
-                True,
-                0.1,
-                0.01,
-                1.5,
-                3.0,
-                2.0,
-                True,
-                True,
-                False,
-            ),
-            {},
-        )
-    )
+    # A graph would differentiate the log-sum-exp too, whose gradient is refused.
+    for leaf, predicts in (x, False), (x.detach(), True):
+        given = leaf, leaf.cos(), target % 6, *[None] * 4, -100, 1, 4, True, 0.1, 0.01, 1.5, 3.0, 2.0
+        every.append(("linear_cross_entropy", (*given, True, True, False, predicts), {}))
     given = x, x.cos(), target % 6, None, target % 2 == 0
     maps = 1.5, 3.0, 2.0
     # Log-probability, entropy, whether the largest, the class that is, and the state; with the logits.
