@@ -425,6 +425,8 @@ STATISTICS = _of_tokens(
 )
 for _name in [name for name in STATISTICS if "masked" in name]:
     STATISTICS[_name] = replace(STATISTICS[_name], inputs=functools.partial(_token_inputs, masked=True))
+# Those with batch_invariant=True beside them.
+BATCH_INVARIANT = (*OPERATORS, "token_statistics_forward", "token_statistics_gradient")
 COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED | PROBABILITIES | STATISTICS
 
 
@@ -1056,6 +1058,8 @@ def _gander_batch_invariant():
         | {
             "cross_entropy_forward": _gander_losses(**how),
             "cross_entropy_loss_gradient": _gander_loss_gradient(**how),
+            "token_statistics_forward": _gander_tokens(**how),
+            "token_statistics_gradient": _gander_tokens_gradient(**how),
         },
     )
 

@@ -16,6 +16,7 @@ from . import limit, load, losses, models
 from .cases import (
     ALGORITHMS,
     ALL,
+    BATCH_INVARIANT,
     DTYPES,
     GLU,
     NORMS,
@@ -430,7 +431,7 @@ def algorithms(options: Options) -> Iterator[Point]:
 def invariant(options: Options) -> Iterator[Point]:
     """What `batch_invariant=True` costs, which makes every choice as for many rows."""
     options = replace(options, providers=("gander", "gander-batch-invariant"))
-    return _grid("invariant", _gpu_point, INVARIANT, tuple(OPERATORS), ("bfloat16",), options)
+    return _grid("invariant", _gpu_point, INVARIANT, BATCH_INVARIANT, ("bfloat16",), options)
 
 
 def cpu(options: Options) -> Iterator[Point]:

@@ -357,7 +357,7 @@ def test_table_of_algorithms():
 def test_what_batch_invariance_costs():
     options = sections.Options(providers=("torch",))
     points = list(sections.invariant(options))
-    assert {p.name["op"] for p in points} == set(cases.OPERATORS)
+    assert {p.name["op"] for p in points} == set(cases.BATCH_INVARIANT)
     assert {p.providers for p in points} == {("gander", "gander-batch-invariant")}
     base = gpu_records()[0] | {"section": "invariant", "m": 4}
     both = {"gander": timing_of(10.0), "gander-batch-invariant": timing_of(12.0)}
@@ -367,9 +367,9 @@ def test_what_batch_invariance_costs():
     assert table.rows == [["softmax forward", "12.0 (1.20)", "-"]]
 
 
-@pytest.mark.parametrize("op", cases.OPERATORS)
+@pytest.mark.parametrize("op", cases.BATCH_INVARIANT)
 def test_batch_invariant_operators(op):
-    x = cases.OPERATORS[op].inputs(7, 40, torch.float32, "cpu")
+    x = cases.ALL[op].inputs(7, 40, torch.float32, "cpu")
     got, want = (cases.provider(name).operators[op](*x)()[0] for name in ("gander-batch-invariant", "gander"))
     assert torch.equal(got, want)
 

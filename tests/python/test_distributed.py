@@ -1186,17 +1186,17 @@ def test_sharded_rows():
     on_all(2, _sharded_rows)
 
 
-def _fully_sharded():
+def _fully_sharded(loss_of_head):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.body, self.head = torch.nn.Linear(16, 16), gander.nn.LinearCrossEntropy(16, 33, chunk=3)
+            self.body, self.head = torch.nn.Linear(16, 16), loss_of_head(16, 33)
 
         def forward(self, x, target):
-            return self.head(self.body(x).relu(), target, upstream=1.0)
+            return self.head(self.body(x).relu(), target)
 
     rank, ranks, mesh = (
         dist.get_rank(),
@@ -1216,5 +1216,18 @@ def _fully_sharded():
         torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
 
 
-def test_a_fully_sharded_head():
-    on_all(2, _fully_sharded)
+class _CrossEntropy(gander.nn.LinearCrossEntropy):
+    def forward(self, x, target):
+        return super().forward(x, target, upstream=1.0)
+
+
+class _LogProb(torch.nn.Linear):
+    """The same mean, by the function that a module calls where its weight is whole."""
+
+    def forward(self, x, target):
+        return -gander.linear_token_statistics(x, self.weight, target, self.bias, chunk=3).log_prob.mean()
+
+
+@pytest.mark.parametrize("head", [_CrossEntropy, _LogProb])
+def test_a_fully_sharded_head(head):
+    on_all(2, _fully_sharded, functools.partial(head, bias=False))

@@ -120,6 +120,29 @@ def test_targets_out_of_range(device):
     assert losses.isnan().tolist() == [True, False, True] == dx.isnan().all(-1).tolist()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 0.1},
+        {"softcap": 5.0, "scale": 0.5, "temperature": 0.7},
+        {"z_loss": 0.1, "outputs": ("loss", "lse", "predicted")},
+    ],
+    ids=lambda more: "-".join(more),
+)
+def test_the_gradient_is_the_only_tensor_of_the_logits_size(more):
+    x, target, _ = given(256, 2048, BRAIN)
+    x.requires_grad_()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        found = gander.cross_entropy(x, target, **more)
+        (dx,) = torch.autograd.grad(found.loss if "outputs" in more else found, x)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    assert dx.nbytes <= held.max() < 1.1 * dx.nbytes
+
+
 def test_large_logits(device):
     """Sums of max - x keep the digits that n * lse - sum(x) would lose."""
     x = torch.randn(4, 4096, device=device) + 1e4

@@ -53,7 +53,7 @@ def _compute(
             divisor = weights_of_rows(target, weight_ce, weight.shape[0], ignore_index, x.dtype).sum()
         products = Products(x, weight, bias, needs, chunk, wide)
         losses = [x.new_empty(0, dtype=statistic(x.dtype))]
-        rows = [_of_rows(x.new_empty(0, weight.shape[0]), target[:0], ignore_index, options)]
+        rows = [(losses[0], x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.bool))]
         for part, logits in products.chunks():
             if predicts:
                 rows.append(_of_rows(logits, target[part], ignore_index, options))
