@@ -425,7 +425,7 @@ STATISTICS = _of_tokens(
 )
 for _name in [name for name in STATISTICS if "masked" in name]:
     STATISTICS[_name] = replace(STATISTICS[_name], inputs=functools.partial(_token_inputs, masked=True))
-# Those with batch_invariant=True beside them.
+# What the section `invariant` measures with batch_invariant=True, and without.
 BATCH_INVARIANT = (*OPERATORS, "token_statistics_forward", "token_statistics_gradient")
 COMPARED = OPERATORS | NORMS | GLU | ROTARY | QK_NORM | OPTIONED | PROBABILITIES | STATISTICS
 

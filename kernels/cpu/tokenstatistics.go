@@ -259,7 +259,7 @@ func (tokenBackward[T]) secondPass(w *worker[T], row, lo, hi int, _ []partial, s
 		w.funcs.subtract(below, z, T(s.a))
 		w.funcs.expScale(dx, z, T(s.a), T(scale))
 		for i, p := range dx {
-			// z - m may be -inf where p is 0. There too c may be NaN, which the whole row then is.
+			// Where p is 0, z - m may be -inf. A NaN in c makes all of the row NaN.
 			dx[i] = T(float64(p) * (s.c - s.d*max(float64(below[i]), -deepest)))
 		}
 		if k := t.column - j; t.valid && 0 <= k && k < n {

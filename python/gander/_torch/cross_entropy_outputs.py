@@ -18,8 +18,8 @@ from .fakes import check_inputs
 from .graph_operators import define
 from .refusals import refuse_gradients
 from .tensors import statistic
+from .token_statistics import MAPS
 
-_MAPPING = ("scale", "softcap", "temperature")  # the options that map logits to z
 _NAMES = ("x", "target", "weight", "divisor", "ignore_index", "reduction", *LOSS_OPTIONS, "batch_invariant")
 
 
@@ -40,7 +40,7 @@ def _of_statistics(given):
     """The losses of rows, their weights in a mean, and the statistics that backward reads, in two parts; then
     the predicted classes, and whether they are the targets. In one read."""
     x, ignore_index = given["x"], given["ignore_index"]
-    options = {name: given[name] for name in (*_MAPPING, "batch_invariant")}
+    options = {name: given[name] for name in (*MAPS, "batch_invariant")}
     log_prob, *_, is_top1, predicted, state = operators_gen.token_statistics(
         x,
         given["target"],
@@ -87,7 +87,7 @@ def _compute(*arguments):
         loss, statistics = _reduced(*rows, given)
     else:
         loss, statistics = operators_gen.cross_entropy(**given, needs_lse=True)
-        options = {name: given[name] for name in (*_MAPPING, "ignore_index")}
+        options = {name: given[name] for name in (*MAPS, "ignore_index")}
         predicted, is_top1 = x.new_empty(0, dtype=torch.int64), x.new_empty(0, dtype=torch.bool)
         if predicts:
             *_, is_top1, predicted, _ = operators_gen.token_statistics(
@@ -137,7 +137,7 @@ def _of_lse(given, dlse):
         given["lse"],
         ignore_index=-1,
         reduction=NONE,
-        **{name: given[name] for name in (*_MAPPING, "batch_invariant")},
+        **{name: given[name] for name in (*MAPS, "batch_invariant")},
         slice=True,
     )
 

@@ -312,9 +312,10 @@ def linear_cross_entropy(
         loss, lse, *_, predicted, is_top1 = _run(*given)
     found = {"loss": loss}
     if predicts:
+        found |= {"lse": lse, "predicted": predicted, "is_top1": is_top1}
+    if "z_loss" in names:
         count = weights_of_rows(labels, None, weight.shape[0], ignore_index, x.dtype).sum()
-        z_loss = z_loss_of(loss, lse, more.get("z_loss", 0.0), reduction, divisor, count)
-        found |= {"z_loss": z_loss, "lse": lse, "predicted": predicted, "is_top1": is_top1}
+        found["z_loss"] = z_loss_of(loss, lse, more.get("z_loss", 0.0), reduction, divisor, count)
     return {name: _in_shape(value, target) for name, value in found.items()}
 
 
