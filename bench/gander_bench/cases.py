@@ -629,6 +629,22 @@ def _linear_tokens(x, weight, index, outputs=("log_prob", "entropy")):
     return _tokens(F.linear(x, weight).float(), index)[: len(outputs)]
 
 
+@functools.cache
+def _mesh(device: str):
+    """Of all ranks; the group stays as long as the process."""
+    return torch.distributed.init_device_mesh(device, (torch.distributed.get_world_size(),))
+
+
+def _loss_parallel(x, target):
+    """The loss of a DTensor. Forward and backward have to run under torch's loss_parallel."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = _mesh(x.device.type)
+    logits = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+    loss = F.cross_entropy(logits, DTensor.from_local(target, mesh, [Replicate()], run_check=False))
+    return loss.to_local()
+
+
 def _torch():
     return Provider(
         {
@@ -638,6 +654,7 @@ def _torch():
             "linear_cross_entropy": _linear_loss,
             "token_statistics": _log_probs,
             "linear_token_statistics": _linear_tokens,
+            "sharded_cross_entropy": _loss_parallel,
         },
         {
             "softmax_forward": _tuple(_softmax),
@@ -1023,6 +1040,16 @@ def _gander_float32():
     return Provider({"linear_cross_entropy": loss}, {})
 
 
+def _gander_outputs():
+    """The linear loss with what it returns on request, which takes a read of the logits besides."""
+
+    def loss(x, weight, target):
+        outputs = ("loss", "lse", "predicted", "is_top1")
+        return gander.linear_cross_entropy(x, weight, target, outputs=outputs).loss
+
+    return Provider({"linear_cross_entropy": loss}, {})
+
+
 def _gander_sharded():
     """Cross-entropy and statistics of a rank's slice of the classes."""
     functions = {
@@ -1173,10 +1200,17 @@ def _liger():
         losses, entropy = function(x, weight, index, return_entropy=True)
         return -losses, entropy
 
+    def of_slice(x, target):
+        from liger_kernel.transformers import LigerVocabParallelCrossEntropy  # of 0.8
+
+        group = torch.distributed.group.WORLD
+        return LigerVocabParallelCrossEntropy()(x.unsqueeze(1), target.unsqueeze(1), group).mean()
+
     with_options = ("smoothing", "z_loss", "softcap")
 
     return Provider(
         {
+            "sharded_cross_entropy": of_slice,
             "softmax": liger_softmax,
             "rmsnorm": rmsnorm,
             "cross_entropy": liger_cross_entropy,
@@ -1322,6 +1356,7 @@ _PROVIDERS = {
     "gander-remember": (_gander_remember, None),
     **{f"gander-{n}-chunks": (functools.partial(_gander_chunks, n), None) for n in (1, 2, 8)},
     "gander-float32": (_gander_float32, None),
+    "gander-outputs": (_gander_outputs, None),
     "gander-kept": (_gander_kept, None),
     "gander-sharded": (_gander_sharded, None),
     "gander-batch-invariant": (_gander_batch_invariant, None),

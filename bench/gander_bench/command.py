@@ -3,11 +3,18 @@ others."""
 
 import gc
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def _rank() -> int:
+    """Among the processes that torchrun has started."""
+    return int(os.environ.get("RANK", 0))
+
 
 _DEFAULT_SECTIONS = {"cuda": ("host", "load", "throughput"), "cpu": ("host", "load", "cpu")}
 
@@ -109,7 +116,7 @@ def main(
     """
     from rich.console import Console
 
-    console = Console(width=None if Console().is_terminal else 160)
+    console = Console(width=None if Console().is_terminal else 160, quiet=_rank() > 0)
     before = None if compare is None else records_of(compare, "--compare")
     if report:
         files = {path: records_of(path, "--report") for path in report}
@@ -130,6 +137,7 @@ def main(
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
     import torch
 
+    from . import losses
     from .cases import COMPARED, DEFAULT_PROVIDERS, DTYPES, PROVIDERS
     from .records import Store, default_path, environment
     from .sections import NEEDS_GPU, SECTIONS, Options
@@ -144,6 +152,16 @@ def main(
             f"{', '.join(wanted)} need a GPU, and torch finds none; expected some of {', '.join(others)}",
             param_hint="SECTION",
         )
+    if losses.ranks() > 1:
+        if sections != ("sharded",) or resume or limit_seconds is not None or shard != "1/1":
+            raise typer.BadParameter(
+                "under torchrun `sharded` alone is measured, without --resume, --limit-seconds and --shard, "
+                "by which each rank would choose points of its own",
+                param_hint="SECTION",
+            )
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if _rank() > 0:  # the first one's record is kept
+        out, plots = Path(tempfile.mkdtemp(), "record.jsonl"), False
     index, count = shard_of(shard)
     options = Options(
         providers=_installed(console, words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),

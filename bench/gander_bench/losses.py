@@ -1,5 +1,8 @@
 """What `linear`, `head` and `sharded` compare with: gradients in float64, matmuls alone, an all-gather."""
 
+import atexit
+import datetime
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -95,15 +98,50 @@ def off(got, want) -> float:
 # ---- The loss of a rank's slice ----
 
 
+def ranks() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
 @contextmanager
-def group_of_one(device: str) -> Iterator[None]:
-    """A default group of torch.distributed with this process alone: what a rank does itself is all there."""
+def group(device: str) -> Iterator[int]:
+    """The default group of torch.distributed and its size: torchrun's processes, which keep it, or this
+    process alone: what a rank does itself is all there."""
     backend = "nccl" if device == "cuda" else "gloo"
+    if ranks() > 1:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+            atexit.register(dist.destroy_process_group)
+        yield dist.get_world_size()
+        return
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        yield 1
     finally:
         dist.destroy_process_group()
+
+
+_TIMEOUT = datetime.timedelta(minutes=2)  # a rank that fails alone leaves the others waiting
+
+
+def slice_inputs(m: int, n: int, dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's logits, and the targets among the classes of all ranks, which are the same on each."""
+    torch.manual_seed(0)
+    target = torch.randint(dist.get_world_size() * n, (m,), device=device)
+    torch.manual_seed(1 + dist.get_rank())
+    return torch.randn(m, n, device=device, dtype=dtype), target
+
+
+def all_classes(logits: torch.Tensor) -> torch.Tensor:
+    """The logits of all ranks side by side."""
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits)
+    return torch.cat(parts, -1)
+
+
+def own_classes(values: torch.Tensor) -> torch.Tensor:
+    """This rank's part of values for all classes."""
+    return values.chunk(dist.get_world_size(), -1)[dist.get_rank()]
 
 
 def all_gather(count: int, device: str) -> Callable[[], object]:

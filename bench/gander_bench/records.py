@@ -18,7 +18,7 @@ from .cases import provider_version
 
 # What names a point.
 KEY = (
-    *("section", "op", "dtype", "m", "n", "mode", "weight", "run"),
+    *("section", "op", "dtype", "m", "n", "mode", "weight", "ranks", "run"),
     *("model", "batch", "sequence", "steps", "seed", "on", "contestant"),
 )
 

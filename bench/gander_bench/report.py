@@ -1,5 +1,6 @@
 """Tables of what was measured, for a terminal and for bench/RESULTS.md."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -322,7 +323,8 @@ _LINEAR_CELLS = (
 )  # fmt: skip
 _LINEAR_NOTE = (
     "gander holds the logits of a quarter of the rows, gander-N-chunks those of an Nth; gander-float32 "
-    "accumulates dw in float32. Off: from float64, relative to its size."
+    "accumulates dw in float32; gander-outputs returns lse and predicted classes too. Off: from float64, "
+    "relative to its size."
 )
 
 
@@ -360,6 +362,12 @@ _OF_SLICES = {"cross_entropy": "Cross-entropy", "token_statistics": "Log-probabi
 
 
 def sharded_tables(records) -> list[Table]:
+    mine = of(records, "sharded")
+    alone, divided = [r for r in mine if "ranks" not in r], [r for r in mine if "ranks" in r]
+    return _tables_of_slices(alone) + _tables_of_ranks(divided)
+
+
+def _tables_of_slices(records) -> list[Table]:
     tables = []
     for op, what in _OF_SLICES.items():
         rows, mine = [], of(records, "sharded", op=op)
@@ -377,6 +385,29 @@ def sharded_tables(records) -> list[Table]:
     return tables
 
 
+def _tables_of_ranks(records) -> list[Table]:
+    tables = []
+    for ranks, (op, what) in itertools.product(unique(r["ranks"] for r in records), _OF_SLICES.items()):
+        rows = []
+        mine = [r for r in records if (r["ranks"], r["op"]) == (ranks, op)]
+        for record in mine:
+            point = [record["dtype"], _size(record["m"], record["n"])]
+            alone = {"two reads and a write": record.get("limit"), "the all-gather": record.get("collective")}
+            rows += [[*point, f"{who} alone", _figure(f, "us", "{:.0f}"), "-"] for who, f in alone.items()]
+            for name, figures in record["results"].items():
+                cells = [_figure(figures, "us", "{:.0f}"), _figure(figures, "peak MiB", "{:.0f}")]
+                rows.append([*point, name, *cells])
+        if rows:
+            title = f"{what} of classes divided among {ranks} ranks, and the gradient ({_where(mine)})"
+            columns = ["dtype", "slice", "provider", "us", "memory beside the gradient, MiB"]
+            tables.append(Table(title, columns, rows, _OF_RANKS, labels=3))
+    return tables
+
+
+_OF_RANKS = (
+    "The first rank's time. gander-sharded is gander.distributed's function, torch its loss_parallel, liger "
+    "its vocab-parallel loss; gander-two-passes computes the slice's classes alone."
+)
 _SHARDED = ("gander-two-passes", "gander-sharded")
 
 

@@ -201,8 +201,17 @@ def _head(records) -> Iterator[Check]:
 
 def _sharded(records) -> Iterator[Check]:
     for r in of(records, "sharded"):
+        if "ranks" in r:
+            limit, mine = r.get("limit", {}).get("us"), r["results"].get("gander-sharded", {}).get("us")
+            name = f"time on {r['ranks']} ranks, without {_COLLECTIVES_US} us, over two reads and a write"
+            over = mine and limit and (mine - _COLLECTIVES_US) / limit
+            yield Check(name, r["op"], point_of(r), over, at_most=1.06)
+            continue
         name = "time of a slice beside its collective over two passes"
         yield Check(name, r["op"], point_of(r), beside_the_collective(r), at_most=1.05)
+
+
+_COLLECTIVES_US = 60  # allowed for the exchange between ranks
 
 
 # What is compared: a figure, whose it is, over whose (None: as it is), the target, and for which models.

@@ -82,6 +82,7 @@ HIDDEN = 4096  # of its linear head
 LOSSES = ((8192, 128256), (8192, 151936), (32768, 4096), (4096, 32768), (8, 151936))
 FEW_LOGITS = ((1, 128256), (64, 32768), (512, 4096))  # less than 64 MiB
 SLICES = tuple((8192, 128256 // ranks) for ranks in (4, 8))  # of its vocabulary
+DIVIDED = ((8192, 128256), (4096, 151936), (2048, 262144))  # tokens by vocabularies that several ranks share
 # What is computed of slices, and how many numbers of a row a rank sends: the maximum, the sum, the target's
 # logit, and for the entropy another sum.
 SHARDED = {"cross_entropy": 3, "token_statistics": 4}
@@ -206,15 +207,15 @@ def _gpu_point(providers, options: Options, op: str, dtype: str, m: int, n: int)
     return _beside_the_limit(options, operator.traffic, inputs, calls, results)
 
 
-def _beside_the_limit(options: Options, traffic: str, inputs, calls, results) -> dict:
-    """The calls in turns with a plain kernel; their figures go into the results."""
+def _beside_the_limit(options: Options, traffic: str, inputs, calls, results, together=None) -> dict:
+    """The calls in turns with a plain kernel; their figures go into the results. together: see GPUTimer."""
     figures = {"results": results}
     plain = {}
     try:
         plain = _limit(traffic, inputs)
     except (limit.Unavailable, torch.OutOfMemoryError) as error:
         figures["limit"] = {"error": reason(error)}
-    timings = _gpu_timer()(calls | plain, options.seconds)
+    timings = _gpu_timer()(calls | plain, options.seconds, together=together)
     figures["pause_us"] = _gpu_timer().pause_us
     size = len(traffic) * inputs[0].nbytes
     for kernel in plain:
@@ -614,46 +615,79 @@ def head(options: Options) -> Iterator[Point]:
 
 
 def _sharded_point(providers, options: Options, op: str, dtype: str, m: int, n: int) -> dict:
-    """A rank's results and gradient beside two passes over as many logits, and the collective alone."""
-    torch.manual_seed(0)
-    inputs = OPERATORS["cross_entropy_forward"].inputs(m, n, DTYPES[dtype], "cuda")
-    calls = {}
+    """A rank's results and gradient beside two reads and a write of its slice, and the collective alone. Who
+    knows no slices has the slice's classes alone."""
+    from torch.distributed.tensor.parallel import loss_parallel
 
-    def prepare(name):
-        functions = provider(name).functions
-        call, off = sharded_call(op, functions.get(f"sharded_{op}", functions.get(op)), *inputs)
-        if not off < WRONG[inputs[0].dtype]:
-            raise ArithmeticError(f"wrong result: {off:.1e} off")
-        calls[name] = call
-        return {"off": float(f"{off:.2e}")}
+    with losses.group("cuda") as ranks, loss_parallel():
+        logits, index = losses.slice_inputs(m, n, DTYPES[dtype], "cuda")
+        calls = {}
 
-    with losses.group_of_one("cuda"):
-        results = each_result(providers, prepare)
-        collective = losses.all_gather(SHARDED[op] * m, "cuda")
-        timings = _gpu_timer()(calls | {"all-gather": collective}, options.seconds)
-    for name in calls:
-        results[name] |= timings[name]._asdict()
-    return {"results": results, "collective": timings["all-gather"]._asdict()}
+        def prepare(name):
+            call, off = sharded_call(op, provider(name).functions, logits, index)
+            if not off < WRONG[logits.dtype]:
+                raise ArithmeticError(f"wrong result: {off:.1e} off")
+            calls[name] = call
+            return {"off": float(f"{off:.2e}"), "peak MiB": round(_peak_mib(call) - logits.nbytes / 2**20, 1)}
+
+        results = each_result(providers, prepare) | {_COLLECTIVE: {}}
+        calls[_COLLECTIVE] = losses.all_gather(SHARDED[op] * m, "cuda")
+        together = losses.all_gather(1, "cuda") if ranks > 1 else None
+        moved = [logits, logits.clone()]
+        figures = _beside_the_limit(options, "rrw", moved, calls, results, together)
+    return figures | {"collective": results.pop(_COLLECTIVE)}
 
 
-def sharded_call(op: str, function, logits, index) -> tuple[Callable, float]:
-    """A call that makes the gradient anew, and how far it is from float64."""
-    if op == "cross_entropy":
-        call = _step_call(function, "backward", logits.clone().requires_grad_(), index)
-        return call, _step_distance(logits, index, call(), call.factor)
-    call = statistics_gradient(lambda x, index, row_mask: function(x, index, row_mask=row_mask))(
-        logits, index
-    )
-    return call, _distance(f"{op}_gradient", (logits, index), call(), len(logits))
+_COLLECTIVE = "all-gather"
+
+
+def sharded_call(op: str, functions: dict, logits, index) -> tuple[Callable, float]:
+    """A call that makes a slice's gradient anew, and how far its first and last row are from float64."""
+    divided = f"sharded_{op}" in functions
+    function = functions[f"sharded_{op}" if divided else op]
+    if not divided:
+        index = index % logits.shape[1]
+    if op == "token_statistics":
+        call = statistics_gradient(lambda x, index, row_mask: function(x, index, row_mask=row_mask))(
+            logits, index
+        )
+        reference, factor = ALL["token_statistics_gradient"].reference, 1
+    else:
+        leaf = logits.detach().requires_grad_()
+
+        def call():
+            return torch.autograd.grad(function(leaf, index), leaf)
+
+        reference, factor = ALL["cross_entropy_loss_gradient"].reference, 1 / len(logits)
+    rows = torch.tensor(sorted({0, len(logits) - 1}), device=logits.device)
+    classes = losses.all_classes(logits[rows]) if divided else logits[rows]
+    (want,) = reference(classes.double(), index[rows])
+    return call, _off(call()[0][rows], factor * (losses.own_classes(want) if divided else want))
 
 
 def sharded(options: Options) -> Iterator[Point]:
+    """Under torchrun of classes that are divided among its processes, else of a group of one."""
+    ranks = losses.ranks()
     own = ("gander-two-passes", "gander-sharded") if "gander" in options.providers else ()
     for op, dtype, (m, n) in itertools.product(
-        options.operators or SHARDED, options.dtypes or ("bfloat16",), options.shapes or SLICES
+        SHARDED, options.dtypes or ("bfloat16",), _slices(options, ranks)
     ):
         name = {"section": "sharded", "op": op, "dtype": dtype, "m": m, "n": n}
-        yield from _point(name, own, _sharded_point, options, op, dtype, m, n)
+        others = _having(options.providers, f"sharded_{op}") if ranks > 1 else ()
+        yield from _point(
+            name | ({"ranks": ranks} if ranks > 1 else {}),
+            own + others,
+            _sharded_point,
+            options,
+            op,
+            dtype,
+            m,
+            n,
+        )
+
+
+def _slices(options: Options, ranks: int) -> tuple[tuple[int, int], ...]:
+    return options.shapes or (tuple((m, n // ranks) for m, n in DIVIDED) if ranks > 1 else SLICES)
 
 
 # ---- host: what a call costs before its kernel starts ----

@@ -16,6 +16,7 @@ Call = Callable[[], object]
 _HOST_MARGIN = 1.5
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the host is only further ahead
 _PAUSE_US = 20  # the shortest pause. It is doubled until it suffices, so that runs seldom differ in it
+_ROUNDS_TOGETHER = 50
 _MOST_US = 2000  # host time that a pause covers: the GPU waits for a slower host
 
 
@@ -62,10 +63,12 @@ class GPUTimer:
         self._flush = torch.empty(size, dtype=torch.uint8, device="cuda")
         self.pause_us = 0
 
-    def _start(self, call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _start(self, call: Call, together: Call | None) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         torch.cuda._sleep(self.pause_us * _CYCLES_PER_US)
+        if together is not None:
+            together()
         begin.record()
         call()
         end.record()
@@ -83,9 +86,18 @@ class GPUTimer:
         return statistics.median(host)
 
     def __call__(
-        self, calls: dict[str, Call], seconds: float, least: int = 10, most: int = 100
+        self,
+        calls: dict[str, Call],
+        seconds: float,
+        least: int = 10,
+        most: int = 100,
+        together: Call | None = None,
     ) -> dict[str, Timing]:
-        """At least `least` rounds, then more until the seconds are over. The calls have run before."""
+        """At least `least` rounds, then more until the seconds are over. The calls have run before. together:
+        a collective, after which the GPUs of all ranks begin a call; the rounds are then _ROUNDS_TOGETHER, as
+        many on each."""
+        if together is not None:
+            least = most = _ROUNDS_TOGETHER
         host = min(max(map(self._host_us, calls.values()), default=0), _MOST_US) * _HOST_MARGIN
         self.pause_us = _PAUSE_US
         while self.pause_us < host:
@@ -96,7 +108,7 @@ class GPUTimer:
             for rounds, turn in enumerate(turns(list(calls))):
                 if rounds == most or (rounds >= least and time.perf_counter() - began > seconds):
                     break
-                events = {name: self._start(calls[name]) for name in turn}
+                events = {name: self._start(calls[name], together) for name in turn}
                 torch.cuda.synchronize()
                 for name, (begin, end) in events.items():
                     samples[name].append(begin.elapsed_time(end) * 1e3)

@@ -1,6 +1,7 @@
 """The benchmark's code on tiny shapes. No test checks a time."""
 
 import functools
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -27,6 +28,7 @@ from gander_bench import (
 )  # fmt: skip
 from gander_bench.command import main
 from gander_bench.stored import with_contestant
+from ranks import on_all, pools  # noqa: F401
 from typer.testing import CliRunner
 
 SMALL = ["--shapes", "3x40,2x7", "--seconds", "0", "--dtypes", "float32"]
@@ -406,7 +408,8 @@ def test_providers_measure_what_they_have(monkeypatch):
         ("gander", "gander-two-passes", "gander-upstream", "gander-remember")
     }
     assert {p.name["mode"] for p in sections.step(options)} == set(sections.STEPS) == set(report.STEP_TITLES)
-    linear = ("gander", "gander-1-chunks", "gander-2-chunks", "gander-8-chunks", "gander-float32")
+    chunks = ("gander-1-chunks", "gander-2-chunks", "gander-8-chunks")
+    linear = ("gander", *chunks, "gander-float32", "gander-outputs")
     assert {p.providers for p in sections.linear(options)} == {linear}
     assert {p.providers for p in sections.head(options)} == {("gander", "gander-kept")}
     assert {p.name["mode"] for p in sections.head(options)} == set(sections.HEADS)
@@ -461,7 +464,7 @@ def measured_on_the_cpu(monkeypatch, operators):
     def on_the_cpu(operator):
         return replace(operator, inputs=lambda m, n, dtype, device: operator.inputs(m, n, dtype, "cpu"))
 
-    def times(calls, seconds, least=10):
+    def times(calls, seconds, least=10, together=None):
         for call in calls.values():
             call()
         return {name: timing.Timing(1.0 + i, 0.5, 9.0, least) for i, name in enumerate(calls)}
@@ -583,7 +586,7 @@ def test_norms_resume_and_report(command, monkeypatch):
     # In those runs gander takes twice torch's time. From here on it takes as long, and so decides each point.
     again = [*which, "--run", 3, "--resume", "--missed", "--ops", "layernorm_forward,fused_add_rmsnorm"]
 
-    def equal_times(calls, seconds, least=10):
+    def equal_times(calls, seconds, least=10, together=None):
         return dict.fromkeys(calls, timing.Timing(1.0, 0.5, 9.0, least))
 
     equal_times.pause_us = 40
@@ -796,7 +799,7 @@ def test_gradients_of_a_linear_loss():
     inputs = losses.linear_inputs(7, 5, 11, torch.float32, "cpu")
     wanted = losses.linear_reference(*inputs)
     names = ["torch", "gander", *(n for n in cases.PROVIDERS if n.startswith("gander-") and "chunks" in n)]
-    for name in [*names, "gander-float32"]:
+    for name in [*names, "gander-float32", "gander-outputs"]:
         call = losses.linear_gradients(cases.provider(name).functions["linear_cross_entropy"], *inputs)
         for _ in range(2):
             for got, want in zip(call(), wanted, strict=True):
@@ -825,15 +828,55 @@ def test_gradients_of_a_head(name, mode):
 
 
 def test_a_rank_alone():
-    x, target = torch.randn(5, 33), torch.randint(33, (5,))
-    with losses.group_of_one("cpu"):
+    with losses.group("cpu") as ranks:
+        assert ranks == losses.ranks() == 1
         assert losses.all_gather(5, "cpu")() is None
-        for op in sections.SHARDED:
-            function = cases.provider("gander-sharded").functions[f"sharded_{op}"]
-            alone = cases.provider("gander-two-passes").functions[op]
-            for each in function, alone:
-                assert sections.sharded_call(op, each, x, target)[1] < 1e-5
+        check_slices(("gander-sharded", "gander-two-passes"))
     assert not torch.distributed.is_initialized()
+
+
+def check_slices(names):
+    """Each call makes the gradient of float64 again, and another gradient is found to be wrong."""
+    x, target = losses.slice_inputs(5, 33, torch.float32, "cpu")
+    for op, name in itertools.product(sections.SHARDED, names):
+        functions = cases.provider(name).functions
+        if f"sharded_{op}" in functions or op in functions:
+            call, off = sections.sharded_call(op, functions, x, target)
+            assert off < 1e-5, (op, name)
+            assert torch.equal(call()[0], call()[0])
+    wrong = {"sharded_cross_entropy": lambda x, target: x.square().sum()}
+    assert sections.sharded_call("cross_entropy", wrong, x, target)[1] > 0.1
+
+
+def _of_two_ranks():
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with losses.group("cpu") as ranks, loss_parallel():
+        assert ranks == 2
+        assert losses.slice_inputs(5, 33, torch.float32, "cpu")[1].max() >= 33
+        check_slices(("gander-sharded", "gander-two-passes"))
+        loss_of_torch = {"sharded_cross_entropy": cases.provider("torch").functions["sharded_cross_entropy"]}
+        inputs = losses.slice_inputs(5, 33, torch.float32, "cpu")
+        assert sections.sharded_call("cross_entropy", loss_of_torch, *inputs)[1] < 1e-5
+        points = [*sections.sharded(sections.Options(providers=("torch", "gander")))]
+    assert {(p.name["op"], p.providers) for p in points} == {
+        ("cross_entropy", ("gander-two-passes", "gander-sharded", "torch")),
+        ("token_statistics", ("gander-two-passes", "gander-sharded")),
+    }
+    assert {(p.name["ranks"], p.name["n"]) for p in points} == {(2, n // 2) for _, n in sections.DIVIDED}
+
+
+def test_several_ranks():
+    on_all(2, _of_two_ranks)
+
+
+def test_ranks_measure_the_same_points(command, monkeypatch):
+    """Under torchrun no rank may leave points out that the others measure."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for arguments in (["throughput"], ["sharded", "--resume"], ["sharded", "--limit-seconds", "9"]):
+        result = command(*arguments)
+        assert result.exit_code == 2 and "under torchrun" in result.output
 
 
 def linear_record():
@@ -911,6 +954,27 @@ def test_targets_of_a_head():
     assert found["gander, trained: MiB beside the gradients"].met()
     found = {check.target: check for check in results.checks([head_record("frozen, log_prob")])}
     assert not found["gander, frozen, log_prob: time over the matmuls', logits kept"].met()
+
+
+def test_slices_of_several_ranks():
+    name = {"section": "sharded", "op": "token_statistics", "dtype": "bfloat16", "m": 8, "n": 9, "ranks": 2}
+    measured = {"gander-sharded": timing_of(170.0) | {"peak MiB": 0.4}, "liger": {"error": "E"}}
+    record = gpu_records()[0] | name | {"results": measured, "collective": timing_of(4.0)}
+    record["limit"] = timing_of(100.0)
+    (table,) = report.tables([record])
+    assert "divided among 2 ranks" in table.title
+    assert [row[2:] for row in table.rows] == [
+        ["two reads and a write alone", "100", "-"],
+        ["the all-gather alone", "4", "-"],
+        ["gander-sharded", "170", "0"],
+        ["liger", "failed", "failed"],
+    ]
+    (check,) = results.checks([record])
+    assert check.measured == pytest.approx(1.1) and not check.met()
+    record["limit"] = timing_of(110.0)
+    assert results.checks([record])[0].met()
+    del measured["gander-sharded"]
+    assert not results.checks([record])[0].met()
 
 
 def test_a_slice_beside_its_collective():
