@@ -114,6 +114,17 @@ def on_the_device():
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def checked_transformers():
+    """Skips a test of gander.hf where transformers is missing, or older than what gander.hf takes."""
+    from gander.hf import _versions
+
+    try:
+        _versions.require()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
 # ---- Programs that run in parallel to the tests ----
 
 

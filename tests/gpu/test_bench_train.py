@@ -35,8 +35,7 @@ def test_transformers_llama():
     assert figures["gander.compile"]["graph_breaks"] == 0
 
 
-def test_a_whole_model_in_small():
-    pytest.importorskip("transformers", reason="transformers is not installed")
+def test_a_whole_model_in_small(checked_transformers):
     figures = {}
     for name in models.PRESETS["tiny-qwen3"].contestants:
         try:

@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "hf"))
 import gander.hf
 import models
 
+pytestmark = pytest.mark.usefixtures("checked_transformers")
 ALL = pytest.mark.parametrize("family", models.FAMILIES)
 LENGTH, DEVICE = 64, "cuda"
 
