@@ -358,7 +358,7 @@ _HEAD_NOTE = (
 )
 
 
-_OF_SLICES = {"cross_entropy": "Cross-entropy", "token_statistics": "Log-probability and entropy"}
+OF_SLICES = {"cross_entropy": "Cross-entropy", "token_statistics": "Log-probability and entropy"}
 
 
 def sharded_tables(records) -> list[Table]:
@@ -369,7 +369,7 @@ def sharded_tables(records) -> list[Table]:
 
 def _tables_of_slices(records) -> list[Table]:
     tables = []
-    for op, what in _OF_SLICES.items():
+    for op, what in OF_SLICES.items():
         rows, mine = [], of(records, "sharded", op=op)
         for record in mine:
             collective = _figure(record.get("collective"), "us", "{:.1f}")
@@ -387,7 +387,7 @@ def _tables_of_slices(records) -> list[Table]:
 
 def _tables_of_ranks(records) -> list[Table]:
     tables = []
-    for ranks, (op, what) in itertools.product(unique(r["ranks"] for r in records), _OF_SLICES.items()):
+    for ranks, (op, what) in itertools.product(unique(r["ranks"] for r in records), OF_SLICES.items()):
         rows = []
         mine = [r for r in records if (r["ranks"], r["op"]) == (ranks, op)]
         for record in mine:

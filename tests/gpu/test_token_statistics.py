@@ -105,3 +105,14 @@ def test_same_bits(n):
     for one, other, part in zip(first, again, few, strict=True):
         assert torch.equal(one.nan_to_num(2), other.nan_to_num(2))
         assert torch.equal(one[:7].nan_to_num(2), part.nan_to_num(2))
+    every = gradient_of(a.x, a.target, batch_invariant=True)
+    for m in (1, 7, 256):
+        assert torch.equal(gradient_of(a.x[:m], a.target[:m], batch_invariant=True), every[:m])
+
+
+def gradient_of(logits, index, **options):
+    """Of log-probabilities and entropies, by weights that differ from row to row."""
+    leaf = logits.detach().requires_grad_()
+    log_prob, entropy = gander.token_statistics(leaf, index, ignore_index=IGNORED, **options)
+    by_row = torch.linspace(0.5, 2, 300, device=leaf.device)[: len(leaf)]
+    return torch.autograd.grad((log_prob * by_row + entropy).sum(), leaf)[0].nan_to_num(2)

@@ -16,7 +16,10 @@ STEP = "h200-636b39f-step"
 GLU = "h100-a9cf1e1a-glu"  # gated linear units
 JAX = "h100-a9cf1e1a-jax"
 LINEAR = "h200-5bb0dad"
-TOKENS, HEAD = "h200-b42fd6b3-tokens", "h200-b42fd6b3-head"
+TOKENS, HEAD = "h200-c2af27a8-tokens", "h200-c2af27a8-head"
+OUTPUTS = "h200-c2af27a8-linear"  # a head that returns more than its loss
+RANKS = "h200-c2af27a8-sharded"  # classes divided among GPUs
+INVARIANT = "h200-c2af27a8-invariant"  # statistics of tokens with batch_invariant=True
 MODELS = {"softmax": "h200-727a294", "rmsnorm": "h200-9bdc7ab", "cross_entropy": "h200-1ed7d17"}
 
 CARDS = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
@@ -189,6 +192,35 @@ _CHUNKS = {
     "torch.compile": "torch.compile",
     "torch": "torch",
 }
+
+
+def outputs_of_linear(file: str = OUTPUTS) -> str:
+    """How many times as long the linear loss takes with what it returns on request."""
+    (point,) = points_of("linear_cross_entropy", file, "linear")
+    with_outputs, alone = (point["results"][name]["us"] for name in ("gander-outputs", "gander"))
+    return f"{with_outputs / alone:.2f}"
+
+
+def ranks(file: str = RANKS) -> str:
+    """A table of classes divided among ranks, with their gradient: time and memory of each contestant."""
+    rows = []
+    for op, label in report.OF_SLICES.items():
+        for p in points_of(op, file, "sharded"):
+            cells = [f"{p['limit']['us']:.0f}"]
+            for name in _OF_RANKS:
+                figures = p["results"].get(name)
+                cells += [f"{figures['us']:.0f}", f"{figures['peak MiB']:.0f}"] if figures else ["", ""]
+            rows.append([label, f"{p['m']} x {p['ranks'] * p['n']}", *cells])
+    columns = ["", "tokens x classes", "two reads and a write: us"]
+    columns += (f"{label}: {unit}" for label in _OF_RANKS.values() for unit in ("us", "MiB"))
+    first = points_of("cross_entropy", file, "sharded")[0]
+    versions = ", ".join(f"{PEERS[name]} {first['versions'][name]}" for name in ("torch", "liger"))
+    note = f"Forward and backward on {first['ranks']} GPUs that begin together, memory besides the gradient. "
+    note += f"{card(file)}, {first['dtype']}, {versions}. {named(file)}"
+    return table_of(columns, rows, note, align="llr")
+
+
+_OF_RANKS = {"gander-sharded": "gander", "torch": "`loss_parallel`", "liger": "Liger"}
 
 
 def tokens(dtype: str = "bfloat16", file: str = TOKENS) -> str:

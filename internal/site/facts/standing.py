@@ -5,7 +5,7 @@ import statistics
 from gander_bench import models, report, stored
 
 from . import ROOT
-from .measured import GRID, IN_PLACE, PEERS, card, geomean, points_of, ratios, records_of
+from .measured import GRID, IN_PLACE, INVARIANT, PEERS, card, geomean, points_of, ratios, records_of
 from .tables import named, table_of
 
 # Later files replace the points that earlier ones share with them.
@@ -267,7 +267,9 @@ def cpus(n: int = 4096) -> str:
 
 def invariance() -> str:
     """A table of how many times as long a call with batch_invariant=True takes."""
-    points = report.of(records_of(GRID), "invariant", dtype="bfloat16")
+    points = [
+        p for file in (GRID, INVARIANT) for p in report.of(records_of(file), "invariant", dtype="bfloat16")
+    ]
     shapes = report.unique((p["m"], p["n"]) for p in points)
     rows = []
     for op in report.unique(p["op"] for p in points):
@@ -280,7 +282,8 @@ def invariance() -> str:
             [report.TITLES[op], *("" if None in pair else f"{pair[0] / pair[1]:.2f}" for pair in both)]
         )
     columns = ["operator", *(f"{m} x {n}" for m, n in shapes)]
-    return table_of(columns, rows, f"{card()}, bfloat16, times the call without it. {named(GRID)}")
+    note = f"{card()}, bfloat16, times the call without it. {named(GRID)}; of statistics of tokens "
+    return table_of(columns, rows, f"{note}{card(INVARIANT)}, {named(INVARIANT)}")
 
 
 def auto_is_best(within: float = 1.03) -> str:
