@@ -188,14 +188,17 @@ def pytest_collection_modifyitems(config, items):
     config.stash[GRID_TESTS] = sum(item.path.name == GRID for item in items)
     # test_large.py comes last: it needs most of the device's memory, and so waits for the jobs. Where
     # processes share the tests, those with jobs come after the others: all processes take turns on the
-    # device, and a sanitizer's turns are long. With several devices, the others do not wait for it.
-    late = is_worker(config) and torch.cuda.device_count() == 1
-    items.sort(
-        key=lambda item: (
-            item.path.name == "test_large.py",
-            late and item.get_closest_marker("job") is not None,
-        )
-    )
+    # device, and a sanitizer's turns are long. With several devices, the others do not wait for it, and all
+    # would wait at the end for a sanitizer that began late (200 of 740 s on two H200s).
+    shares, several = is_worker(config), torch.cuda.device_count() > 1
+
+    def place(item):
+        job = item.get_closest_marker("job")
+        if job is None or not shares:
+            return 0
+        return (-1 if job.args[0] == "compute-sanitizer" else 0) if several else 1
+
+    items.sort(key=lambda item: (item.path.name == "test_large.py", place(item)))
 
 
 def pytest_collection_finish(session):

@@ -203,13 +203,11 @@ def cross_entropy_outputs(
         inplace_backward,
         predicts,
     )
-    return {
-        "loss": loss,
-        "z_loss": z_loss_of(loss, lse, options.get("z_loss", 0.0), reduction, divisor, statistics[-1]),
-        "lse": lse,
-        "predicted": predicted,
-        "is_top1": is_top1,
-    }
+    found = {"loss": loss, "lse": lse, "predicted": predicted, "is_top1": is_top1}
+    if "z_loss" in names:
+        factor = options.get("z_loss", 0.0)
+        found["z_loss"] = z_loss_of(loss, lse, factor, reduction, divisor, statistics[-1])
+    return found
 
 
 def z_loss_of(loss, lse, factor, reduction, divisor, count):
