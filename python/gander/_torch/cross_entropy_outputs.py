@@ -149,8 +149,12 @@ def _gradient(ctx, dloss, dlse):
     if dloss is None:
         return _of_lse(given, dlse)
     dx = inductor.gradient_with_lse(given, dlse)
-    # The gradient of the loss may be written over the logits.
-    return _of_lse(given, dlse) + gradient(ctx, given) if dx is None else dx
+    if dx is not None:
+        return dx
+    dx = _of_lse(given, dlse)  # first, because the gradient of the loss may be written over the logits
+    # In place, so that no third tensor of their size is held; vmap could not add a batch to what has none.
+    add = dx.add if torch._C._are_functorch_transforms_active() else dx.add_
+    return add(gradient(ctx, given))
 
 
 _run = define(

@@ -16,7 +16,7 @@ from .autograd import apply_with, refuse_constant
 from .cross_entropy import is_first_backward
 from .eager import is_plain
 from .graph_operators import define
-from .linear_chunks import Sum, chunks_of, new_gradient, once, product
+from .linear_chunks import Sum, chunks_of, new_gradient, once, product, widened
 from .tensors import statistic
 from .token_statistics import HEADS, MAPS, RESULTS, STATISTICS, maps_of
 
@@ -52,7 +52,8 @@ def _compute(x, weight, index, bias, row_mask, ignore_index, chunk, keeps, makes
                 state = parts[-1][-1]
                 ones = state.new_ones(len(logits))
                 operators_gen.token_statistics_bwd_(logits, **given, state=state, dlog_prob=ones)
-                made[part] = _wide_product(logits, weight, made.dtype)
+                operands, how = widened(logits, weight, made.dtype)
+                made[part] = torch.mm(*operands, **how)
     results = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return *results, held if keeps else x.new_empty(0), made
 
@@ -68,13 +69,6 @@ def _fake(x, weight, index, bias, row_mask, ignore_index, chunk, keeps, makes, b
         empty((x.shape[0], weight.shape[0]) if keeps else 0),
         empty(x.shape if makes else 0, dtype=wide),
     )
-
-
-def _wide_product(a, b, dtype):
-    """a @ b with a result of this dtype."""
-    if a.dtype == dtype or a.is_cuda:  # torch's products with a wider result are for GPUs
-        return torch.mm(a, b, **({} if a.dtype == dtype else {"out_dtype": dtype}))
-    return torch.mm(a.to(dtype), b.to(dtype))
 
 
 # ---- Backward ----

@@ -18,6 +18,15 @@ _RESCALED_ROWS = 2048
 # ---- The products ----
 
 
+def widened(a, b, dtype):
+    """The operands and options with which torch.mm and torch.addmm have a result of this dtype."""
+    if a.dtype == dtype:
+        return (a, b), {}
+    if a.is_cuda:  # torch's products with a wider result are for GPUs
+        return (a, b), {"out_dtype": dtype}
+    return (a.to(dtype), b.to(dtype)), {}
+
+
 class Sum:
     """The sum over chunks of products a.T @ b, or of the rows of a."""
 
@@ -26,13 +35,11 @@ class Sum:
         self.dtype = statistic(like.dtype) if wide else like.dtype
 
     def add_product(self, a, b):
-        a, wider = a.t(), {} if a.dtype == self.dtype else {"out_dtype": self.dtype}
-        if wider and not a.is_cuda:  # torch's products with a wider result are for GPUs
-            self.sum = self._zeros().addmm_(a.to(self.dtype), b.to(self.dtype))
-        elif self.sum is None:
-            self.sum = torch.mm(a, b, **wider)
+        operands, how = widened(a.t(), b, self.dtype)
+        if self.sum is None:
+            self.sum = torch.mm(*operands, **how)
         else:
-            torch.addmm(self.sum, a, b, **wider, out=self.sum)
+            torch.addmm(self.sum, *operands, **how, out=self.sum)
 
     def add_rows(self, a):
         self.sum = self._zeros().add_(a.sum(0, dtype=self.dtype))
