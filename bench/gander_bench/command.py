@@ -10,12 +10,6 @@ from typing import Annotated
 
 import typer
 
-
-def _rank() -> int:
-    """Among the processes that torchrun has started."""
-    return int(os.environ.get("RANK", 0))
-
-
 _DEFAULT_SECTIONS = {"cuda": ("host", "load", "throughput"), "cpu": ("host", "load", "cpu")}
 
 
@@ -72,7 +66,9 @@ def main(
     ] = None,
     dtypes: Annotated[str | None, typer.Option(help="bfloat16,float16,float32")] = None,
     shapes: Annotated[str | None, typer.Option(help="In place of the grid: 32768x4096,4x1048576.")] = None,
-    seconds: Annotated[float, typer.Option(help="For the timing of one point, at least 10 rounds.")] = 0.4,
+    seconds: Annotated[
+        float, typer.Option(help="For the timing of one point, at least 10 rounds; under torchrun 50 rounds.")
+    ] = 0.4,
     out: Annotated[
         Path | None, typer.Option(help="JSON lines; bench/results/DEVICE-COMMIT.jsonl if not given.")
     ] = None,
@@ -116,8 +112,12 @@ def main(
     """
     from rich.console import Console
 
-    console = Console(width=None if Console().is_terminal else 160, quiet=_rank() > 0)
+    from . import losses
+
+    console = Console(width=None if Console().is_terminal else 160, quiet=losses.rank() > 0)
     before = None if compare is None else records_of(compare, "--compare")
+    if report and losses.ranks() > 1:
+        raise typer.BadParameter("measures nothing: run it without torchrun", param_hint="--report")
     if report:
         files = {path: records_of(path, "--report") for path in report}
         for path, records in files.items():
@@ -137,7 +137,6 @@ def main(
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
     import torch
 
-    from . import losses
     from .cases import COMPARED, DEFAULT_PROVIDERS, DTYPES, PROVIDERS
     from .records import Store, default_path, environment
     from .sections import NEEDS_GPU, SECTIONS, Options
@@ -160,8 +159,9 @@ def main(
                 param_hint="SECTION",
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if _rank() > 0:  # the first one's record is kept
-        out, plots = Path(tempfile.mkdtemp(), "record.jsonl"), False
+    if losses.rank() > 0:  # the first one's record is kept
+        folder = tempfile.TemporaryDirectory()
+        out, plots = Path(folder.name, "record.jsonl"), False
     index, count = shard_of(shard)
     options = Options(
         providers=_installed(console, words(providers, PROVIDERS, "--providers") or DEFAULT_PROVIDERS),
@@ -245,6 +245,7 @@ def _line(number, count, name, figures, seconds) -> str:
     parts = ("section", "op", "dtype", "weight", "mode")
     what = " ".join(str(name[part]) for part in parts if part in name)
     shape = f" {name['m']}x{name['n']}" if "m" in name else ""
+    shape += f" on each of {name['ranks']} ranks" if "ranks" in name else ""
     results = []
     for who, result in figures["results"].items():
         share = f" ({result['ratio']:.3f})" if "ratio" in result else ""

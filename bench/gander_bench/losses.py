@@ -100,7 +100,14 @@ def off(got, want) -> float:
 
 def ranks() -> int:
     """How many processes torchrun has started; 1 without it."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def rank() -> int:
+    """This process's number among them."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
 
 
 @contextmanager
@@ -142,6 +149,13 @@ def all_classes(logits: torch.Tensor) -> torch.Tensor:
 def own_classes(values: torch.Tensor) -> torch.Tensor:
     """This rank's part of values for all classes."""
     return values.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+
+
+def furthest(distance: float, device) -> float:
+    """The largest of the ranks' distances, NaN if one is."""
+    every = torch.empty(dist.get_world_size(), device=device, dtype=torch.float64)
+    dist.all_gather_into_tensor(every, torch.tensor([distance], device=device, dtype=torch.float64))
+    return every.max().item()
 
 
 def all_gather(count: int, device: str) -> Callable[[], object]:

@@ -37,7 +37,7 @@ from .cases import (
 from .memory import peak_bytes
 from .records import record
 from .report import IN_TURNS, NEW_MEMORY
-from .timing import GPUTimer, cpu_blocks, host_cost, reused_memory
+from .timing import GPUTimer, Timing, cpu_blocks, host_cost, reused_memory
 
 # Training: as many rows as a batch has tokens, rows from an attention head to a vocabulary.
 TRAINING = (*((32768, 2**k) for k in range(8, 17)), (16384, 131072), (8192, 262144))
@@ -125,13 +125,21 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:200]}"
 
 
+def recorded(*errors: type[Exception]) -> tuple[type[Exception], ...]:
+    """Those of these errors that are a result, after which the rest goes on. With several ranks that is a
+    wrong result alone, on which they agree: others would wait for a rank that went on by itself."""
+    return errors if losses.ranks() == 1 else (ArithmeticError,)
+
+
 def each_result(providers, figures: Callable[[str], dict]) -> dict:
     """Results by provider; what goes wrong for one of them is its result."""
     results = {}
     for name in providers:
         try:
             results[name] = figures(name)
-        except Exception as error:  # whatever a provider raises: the others are measured all the same
+        except recorded(
+            Exception
+        ) as error:  # whatever a provider raises: the others are measured all the same
             results[name] = {"error": reason(error)}
     return results
 
@@ -213,7 +221,7 @@ def _beside_the_limit(options: Options, traffic: str, inputs, calls, results, to
     plain = {}
     try:
         plain = _limit(traffic, inputs)
-    except (limit.Unavailable, torch.OutOfMemoryError) as error:
+    except recorded(limit.Unavailable, torch.OutOfMemoryError) as error:
         figures["limit"] = {"error": reason(error)}
     timings = _gpu_timer()(calls | plain, options.seconds, together=together)
     figures["pause_us"] = _gpu_timer().pause_us
@@ -635,14 +643,17 @@ def _sharded_point(providers, options: Options, op: str, dtype: str, m: int, n: 
         together = losses.all_gather(1, "cuda") if ranks > 1 else None
         moved = [logits, logits.clone()]
         figures = _beside_the_limit(options, "rrw", moved, calls, results, together)
-    return figures | {"collective": results.pop(_COLLECTIVE)}
+    collective = results.pop(_COLLECTIVE)
+    return figures | {"collective": {name: collective[name] for name in Timing._fields}}
 
 
 _COLLECTIVE = "all-gather"
 
 
 def sharded_call(op: str, functions: dict, logits, index) -> tuple[Callable, float]:
-    """A call that makes a slice's gradient anew, and how far its first and last row are from float64."""
+    """A call that makes a slice's gradient anew, and how far its first and last row are from float64, on the
+    rank where that is furthest: as they are, or without the target's column, beside which all others are
+    small."""
     divided = f"sharded_{op}" in functions
     function = functions[f"sharded_{op}" if divided else op]
     if not divided:
@@ -662,7 +673,12 @@ def sharded_call(op: str, functions: dict, logits, index) -> tuple[Callable, flo
     rows = torch.tensor(sorted({0, len(logits) - 1}), device=logits.device)
     classes = losses.all_classes(logits[rows]) if divided else logits[rows]
     (want,) = reference(classes.double(), index[rows])
-    return call, _off(call()[0][rows], factor * (losses.own_classes(want) if divided else want))
+    others = torch.arange(classes.shape[1], device=logits.device) != index[rows, None]
+    if divided:
+        want, others = losses.own_classes(want), losses.own_classes(others)
+    got, want = call()[0][rows], factor * want
+    off = max(_off(got, want), _off(got * others, want * others), key=nan_last)
+    return call, losses.furthest(off, logits.device)
 
 
 def sharded(options: Options) -> Iterator[Point]:
@@ -676,7 +692,7 @@ def sharded(options: Options) -> Iterator[Point]:
         others = _having(options.providers, f"sharded_{op}") if ranks > 1 else ()
         yield from _point(
             name | ({"ranks": ranks} if ranks > 1 else {}),
-            own + others,
+            tuple(dict.fromkeys(own + others)),
             _sharded_point,
             options,
             op,
@@ -797,7 +813,7 @@ def figures_of(point: Point) -> dict:
     """What a point's measurement gives. What goes wrong in all of it is the result of each provider."""
     try:
         return point.measure()
-    except Exception as error:  # out of memory, say: the next point is another one
+    except recorded(Exception) as error:  # out of memory, say: the next point is another one
         return {"results": {name: {"error": reason(error)} for name in point.providers}}
 
 

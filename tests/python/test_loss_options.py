@@ -153,6 +153,20 @@ def test_memory_of_two_gradients():
     assert 2 * dx.nbytes <= most_held(seen) < 2.1 * dx.nbytes
 
 
+def test_gradients_of_which_one_is_batched():
+    x, target = torch.randn(6, 9, requires_grad=True), torch.arange(6)
+    upstream = torch.randn(3, dtype=x.dtype)
+
+    def batched(loss, lse):
+        lse.register_hook(lambda dlse: torch.ones(6))  # of no batch
+        seeds = upstream, torch.zeros(3, *lse.shape, dtype=lse.dtype)
+        return torch.autograd.grad((loss, lse), x, seeds, is_grads_batched=True)[0]
+
+    found = gander.cross_entropy(x, target, outputs=("loss", "lse"))
+    want = batched(F.cross_entropy(x, target), x.logsumexp(-1))
+    torch.testing.assert_close(batched(found.loss, found.lse), want)
+
+
 def most_held(seen):
     """The bytes that torch's allocator had given away at the peak of what a profiler has seen."""
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -215,7 +215,8 @@ def ranks(file: str = RANKS) -> str:
     columns += (f"{label}: {unit}" for label in _OF_RANKS.values() for unit in ("us", "MiB"))
     first = points_of("cross_entropy", file, "sharded")[0]
     versions = ", ".join(f"{PEERS[name]} {first['versions'][name]}" for name in ("torch", "liger"))
-    note = f"Forward and backward on {first['ranks']} GPUs that begin together, memory besides the gradient. "
+    note = f"Forward and backward on {first['ranks']} GPUs that begin together, each with as many of the "
+    note += "classes: their time, the host ahead as in a CUDA graph, and memory besides the gradient. "
     note += f"{card(file)}, {first['dtype']}, {versions}. {named(file)}"
     return table_of(columns, rows, note, align="llr")
 

@@ -13,7 +13,7 @@ from .._table import LOSS_OPTIONS, MEAN, NONE
 from . import inductor, operators_gen
 from .cross_entropy import gradient, keep, kept, loss_values
 from .dtensor import is_dtensor
-from .eager import is_eager
+from .eager import is_eager, is_plain
 from .fakes import check_inputs
 from .graph_operators import define
 from .refusals import refuse_gradients
@@ -152,8 +152,8 @@ def _gradient(ctx, dloss, dlse):
     if dx is not None:
         return dx
     dx = _of_lse(given, dlse)  # first, because the gradient of the loss may be written over the logits
-    # In place, so that no third tensor of their size is held; vmap could not add a batch to what has none.
-    add = dx.add if torch._C._are_functorch_transforms_active() else dx.add_
+    # In place, so that no third tensor of their size is held. A batch cannot be added to what has none.
+    add = dx.add_ if is_plain(dloss) else dx.add
     return add(gradient(ctx, given))
 
 
