@@ -137,9 +137,8 @@ def each_result(providers, figures: Callable[[str], dict]) -> dict:
     for name in providers:
         try:
             results[name] = figures(name)
-        except recorded(
-            Exception
-        ) as error:  # whatever a provider raises: the others are measured all the same
+        # Whatever a provider raises: the others are measured all the same.
+        except recorded(Exception) as error:
             results[name] = {"error": reason(error)}
     return results
 

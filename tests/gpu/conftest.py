@@ -196,7 +196,9 @@ def pytest_collection_modifyitems(config, items):
         job = item.get_closest_marker("job")
         if job is None or not shares:
             return 0
-        return (-1 if job.args[0] == "compute-sanitizer" else 0) if several else 1
+        if several:
+            return -1 if job.args[0] == "compute-sanitizer" else 0
+        return 1
 
     items.sort(key=lambda item: (item.path.name == "test_large.py", place(item)))
 
